@@ -7,10 +7,8 @@ Only the standard library is imported here, and no Neuron device is touched: a r
 """
 
 import importlib.metadata
-import re
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 
