@@ -263,10 +263,8 @@ def load_toml(path: Path) -> Config:
         hints = typing.get_type_hints(type(target))
         for key, value in table.items():
             if key not in hints:
-                elsewhere = [
-                    f"[{f.name}] {key}" for f in dataclasses.fields(Config) if hasattr(getattr(config, f.name), key)
-                ]
-                hint = f"; it belongs to {', '.join(elsewhere)}" if elsewhere else _nearest(key, list(hints))
+                homes = [f"[{f.name}]" for f in dataclasses.fields(Config) if hasattr(getattr(config, f.name), key)]
+                hint = f"; it belongs to {' or '.join(homes)}" if homes else _nearest(key, list(hints))
                 raise ValueError(f"{path}: unknown key {key!r} in [{section}]{hint}")
             setattr(target, key, _typed(value, hints[key], f"{path}: [{section}] {key}"))
     return config
@@ -307,8 +305,8 @@ def _absolute_path(config: Config, section: str, key: str, base: Path) -> None:
 def check_config(config: Config) -> None:
     """Ranges that need neither the model nor the world size. Raises ValueError naming the key."""
     positive = [
-        ("launch", "nproc_per_node"), ("training", "local_batch_size"), ("training", "seq_len"), ("training", "max_norm"),
-        ("parallelism", "tensor_parallel_degree"), ("parallelism", "data_parallel_replicate_degree"),
+        ("launch", "nproc_per_node"), ("training", "local_batch_size"), ("training", "seq_len"),
+        ("training", "max_norm"), ("parallelism", "tensor_parallel_degree"), ("parallelism", "data_parallel_replicate_degree"),
         ("parallelism", "expert_parallel_degree"), ("optimizer", "lr"), ("checkpoint", "interval"),
         ("metrics", "log_freq"), ("validation", "steps"), ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
     ]  # fmt: skip
@@ -646,7 +644,7 @@ def encode_text(
     text = row.get(column)
     if not isinstance(text, str):
         raise ValueError(f"{where}: column {column!r} holds {type(text).__name__}, expected text; columns: {list(row)}")
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return (ids + [end_id], [True] * (len(ids) + 1)) if ids else ([], [])
 
 
@@ -679,16 +677,14 @@ def load_rows(data: Data, path: str) -> Any:
             return datasets.load_dataset(path, split=data.split, streaming=data.streaming)
         except Exception as error:
             raise RuntimeError(
-                f"data path {path!r} is no file here, and the hub dataset could not be loaded ({error}). Either connect "
-                f"this machine to the Hugging Face hub, or point --data.path to local files."
+                f"data path {path!r} is no file here, and the hub dataset could not be loaded ({error}). Either "
+                f"connect this machine to the Hugging Face hub, or point --data.path to local files"
             ) from error
     if not files:
         raise ValueError(f"data path {path!r}: no file matches; readable are {', '.join(kinds)}, or a folder of them")
     found = {kind(f) for f in files}
     if None in found or len(found) > 1:
-        raise ValueError(
-            f"data path {path!r}: files must all be of one kind out of {', '.join(kinds)}; found {files[:5]}"
-        )
+        raise ValueError(f"data path {path!r}: files must be of one kind out of {', '.join(kinds)}; found {files[:5]}")
     if empty := [f for f in files if os.path.getsize(f) == 0]:
         raise ValueError(f"data file {empty[0]} is empty")
     options = {"sample_by": "document"} if found == {"text"} else {}
@@ -833,8 +829,8 @@ class PackedText:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["num_rows"] != self.num_rows:
             raise ValueError(
-                f"{self.path}: the checkpoint was written with {state['num_rows']} rows, there are {self.num_rows} now; "
-                f"restore the data, or start a new run from the exported folder"
+                f"{self.path}: the checkpoint was written with {state['num_rows']} rows, there are {self.num_rows} "
+                f"now; restore the data, or start a new run from the exported folder"
             )
         for name, value in state.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
@@ -1315,6 +1311,9 @@ def export_hf_folder(
                 shutil.copyfile(source / name, temporary / name)
         replace_folder(temporary, out)
     dist.barrier(group=cpu_group)
+    log(f"export       {len(wanted)} tensors in {len(files)} file(s): {out}")
+    log("load it with this line:")
+    log(f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(out)!r})")
 
 
 def _export_dtypes(wanted: dict[str, tuple[int, ...]], source: Path, dtype: str) -> dict[str, torch.dtype]:
@@ -1484,14 +1483,9 @@ def find_checkpoint(folder: Path, config: Config, identity: dict[str, Any], sour
     path = folder / f"step-{complete[-1] if load_step == -1 else load_step}"
     saved = json.loads((path / "meta.json").read_text())["identity"]
     if saved != identity:
-        differ = [
-            f"{k}: {saved.get(k)} there, {identity.get(k)} here"
-            for k in {*saved, *identity}
-            if saved.get(k) != identity.get(k)
-        ]
-        raise RuntimeError(
-            f"{path} belongs to another run ({'; '.join(sorted(differ))}); choose another --job.dump_folder or remove it"
-        )
+        names = sorted(k for k in {*saved, *identity} if saved.get(k) != identity.get(k))
+        differ = "; ".join(f"{k}: {saved.get(k)} there, {identity.get(k)} here" for k in names)
+        raise RuntimeError(f"{path} belongs to another run ({differ}); choose another --job.dump_folder or remove it")
     log(f"start        resumed from {path}; not used: {source}")
     return path
 
@@ -1534,7 +1528,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
     decay_steps = round(total * s.decay_ratio)
     factor = min(1.0, step / s.warmup_steps) if s.warmup_steps else 1.0
     if decay_steps and step > total - decay_steps:
-        done = (step - (total - decay_steps)) / decay_steps
+        done = (step - 1 - (total - decay_steps)) / decay_steps
         left = 1 - done if s.decay_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         factor = min(factor, s.min_lr_factor + (1 - s.min_lr_factor) * left)
     lr = config.optimizer.lr * factor

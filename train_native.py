@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -49,7 +49,7 @@ PATH = "native"
 
 
 class DocumentAttention(Module):
-    """SDPA under a block-causal mask: the same signature as torchtitan's ScaledDotProductAttention, which takes none."""
+    """SDPA under a block-causal mask, with the signature of torchtitan's ScaledDotProductAttention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -97,9 +97,10 @@ class Qwen3MoE(MoE):
         pass
 
     def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
-        # Under TP the gathered tokens may still be in flight. Waiting for them inside the experts would cut them from
-        # autograd (seen with torch 2.13 and 2.14, local batch size 1), so wait here, where autograd sees it.
-        x_BLD = torch.ops.aten.alias(x_BLD)
+        if isinstance(x_BLD, DTensor):
+            # Under TP the gathered tokens may still be in flight, and local_map, waiting for them, cuts them from
+            # autograd (seen with torch 2.13 and 2.14, local batch size 1). A copy waits where autograd sees it.
+            x_BLD = x_BLD.clone()
         scores_BLK, ids_BLK, probs_BLE = self.router(x_BLD)
         self.routing = Routing(common.to_local(probs_BLE).flatten(0, 1), common.to_local(ids_BLK).flatten(0, 1))
         chosen_BLE = torch.zeros_like(probs_BLE, dtype=torch.bool).scatter_(-1, ids_BLK, True)
