@@ -306,7 +306,8 @@ def check_config(config: Config) -> None:
     """Ranges that need neither the model nor the world size. Raises ValueError naming the key."""
     positive = [
         ("launch", "nproc_per_node"), ("training", "local_batch_size"), ("training", "seq_len"),
-        ("training", "max_norm"), ("parallelism", "tensor_parallel_degree"), ("parallelism", "data_parallel_replicate_degree"),
+        ("training", "max_norm"), ("parallelism", "tensor_parallel_degree"),
+        ("parallelism", "data_parallel_replicate_degree"),
         ("parallelism", "expert_parallel_degree"), ("optimizer", "lr"), ("checkpoint", "interval"),
         ("metrics", "log_freq"), ("validation", "steps"), ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
     ]  # fmt: skip

@@ -24,9 +24,10 @@ import common  # noqa: E402 - before torchtitan
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from make_debug_models import save_model, tiny_tokenizer  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
+
+from make_debug_models import save_model, tiny_tokenizer  # noqa: E402
 
 MAX_WORKERS = 4
 JOB_TIMEOUT_SECONDS = 120
@@ -53,7 +54,7 @@ def make_model(folder: Path, seed: int = 0, max_shard_size: str = "5GB", **chang
     return folder
 
 
-def TOKENIZER():  # noqa: N802 - trained once per process
+def TOKENIZER():
     if not hasattr(TOKENIZER, "value"):
         TOKENIZER.value = tiny_tokenizer(["def f(x): return x\n" * 3, "for i in range(10): print(i)\n"], vocab_size=300)
     return TOKENIZER.value
