@@ -1,0 +1,594 @@
+"""The routed experts of Qwen3-MoE as NKI kernels for trn2: forward and backward, with a PyTorch reference of each.
+
+    python nki_moe_kernels.py                # cost report for Qwen3-30B-A3B at TP 4, on any CPU
+    python nki_moe_kernels.py --help         # every size of the report can be changed
+
+One rank holds E experts at full width. For each of its T tokens it computes
+
+    out[t] = sum over the token's local experts e of  weight * ((silu(x[t] @ w1[e].T) * (x[t] @ w3[e].T)) @ w2[e].T)
+
+How it is done, with static shapes whatever the routing:
+
+    build_slots           PyTorch  (token, expert) pairs -> blocks of B slots, every block owned by one expert
+    experts_forward       kernel   each block: gather token rows, gate and up, SiLU, down, times the router weight
+    experts_backward      kernel   each block: gradients of the rows, of gate and up, and of the router weights
+    weight_gradients      kernel   each expert: dw1, dw2, dw3 summed over its blocks in fp32, rounded once
+    combine               kernel   each token: the sum of its slot rows (forward output, and dX in the backward)
+    expert_layer          all of it as one differentiable operator
+
+One kernel source runs in three places: on Trainium, in the simulator of the official `nki` package, and, when that
+package is absent, in `nki_interpreter.py`. Nothing here has run on a device or in the official simulator yet. To use
+the simulator where the package is installed (not run here):
+
+    NKI_SIMULATOR=1 NEURON_PLATFORM_TARGET_OVERRIDE=trn2 pytest tests/test_nki_moe_kernels.py
+
+`NKI_STAND_IN=1` forces the stand-in although the official package is there (the cost report needs the stand-in).
+
+Legend of the shape suffixes (capitals are dims, sizes of one rank):
+    T tokens    K experts per token (top-k)   R tokens rounded up to 256, so both cores combine whole tiles
+    E experts   H hidden                      I expert width                    F = E + 1
+    N blocks    B slots per block             S = N * B slots                   P 128 partitions, J tiles of 128 slots
+    C cores     W = C * N visits              V columns of a visit              M, D any row length
+"""
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _import_nki():
+    """The official package if it is the real one, else the stand-in. PyPI's `nki` 0.0.1 is a placeholder."""
+    if os.environ.get("NKI_STAND_IN") != "1":
+        try:
+            import nki
+            import nki.isa
+            import nki.language
+
+            if hasattr(nki.isa, "nc_matmul"):
+                return nki, True
+        except Exception:  # absent, or a placeholder that raises what it likes: resolve_backend says so
+            pass
+    import nki_interpreter
+
+    return nki_interpreter, False
+
+
+nki, NKI_IS_REAL = _import_nki()
+nl, nisa = nki.language, nki.isa
+
+P = 128  # partitions of SBUF and PSUM: rows of every tile
+BANK = 512  # fp32 columns of one PSUM bank: the widest result of one matmul on trn2 (nl.tile_size.psum_bank_fmax)
+CORES = 2  # physical cores of one logical core (LNC=2), the only setting on trn2 with 64 ranks per instance
+BLOCK_TOKENS = (128, 256, 512, 1024)
+SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520  # usable per partition: the budget of nkilib's MoE backward (nki_facts 2.1)
+BACKENDS = ("nki", "simulate", "interpret", "reference")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# What may run, and where
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def resolve_backend(kernels: str, device_type: str) -> str:
+    """Turn `[nki] kernels` into one of BACKENDS, or say why it cannot run here. Never falls back silently.
+
+    auto       the NKI kernels on a Neuron device (or an error), the PyTorch reference elsewhere
+    nki        the NKI kernels; needs a Neuron device, the official `nki` and `torch_neuronx.nki_op`
+    simulate   the official simulator on CPU; needs the official `nki` and the trn2 target
+    interpret  `nki_interpreter.py` on CPU
+    reference  plain PyTorch on CPU or CUDA (it reads block ranges on the host, so it cannot run on Neuron)
+    """
+    if kernels not in ("auto", *BACKENDS):
+        raise ValueError(f"[nki] kernels = {kernels!r}: choose one of auto, {', '.join(BACKENDS)}")
+    on_neuron = device_type == "neuron"
+    if kernels == "auto":
+        kernels = "nki" if on_neuron else "reference"
+    if (kernels == "nki") != on_neuron:
+        allowed = "auto or nki" if on_neuron else "auto, simulate, interpret or reference"
+        raise RuntimeError(f"[nki] kernels = {kernels!r} cannot run on {device_type!r}: set it to {allowed}")
+    if kernels in ("nki", "simulate") and not NKI_IS_REAL:
+        raise RuntimeError(
+            f"[nki] kernels = {kernels!r} needs the official nki package, and none can be imported "
+            "(nki 0.0.1 on PyPI is an empty placeholder). Install it from the Neuron package repository: "
+            'pip install "torch-neuronx==2.14.*" nki --extra-index-url https://pip.repos.neuron.amazonaws.com'
+        )
+    if kernels == "nki" and not OPERATORS_ARE_NKI:
+        raise RuntimeError(
+            "[nki] kernels = 'nki' needs torch_neuronx with nki_op (torch-neuronx 2.14.*): it is what makes a kernel "
+            "a PyTorch operator. Upgrade torch-neuronx; the torch-xla era releases do not have it"
+        )
+    if kernels == "simulate" and os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") not in ("trn2", "gen3"):
+        raise RuntimeError(
+            "[nki] kernels = 'simulate': set NEURON_PLATFORM_TARGET_OVERRIDE=trn2, or the simulator checks "
+            "the limits of another chip"
+        )
+    if kernels == "interpret" and NKI_IS_REAL:
+        raise RuntimeError(
+            "[nki] kernels = 'interpret': the official nki is installed and the kernels are bound to it. "
+            "Use 'simulate', or set NKI_STAND_IN=1"
+        )
+    return kernels
+
+
+def check_shapes(
+    n_tokens: int,
+    hidden: int,
+    expert_width: int,
+    n_experts: int,
+    n_local_experts: int,
+    top_k: int,
+    block_tokens: int,
+) -> None:
+    """Refuse, by name and before anything runs, what the kernels cannot do. Every backend has the same limits."""
+
+    def refuse(what: str, allowed: str) -> None:
+        raise ValueError(f"NKI expert kernels: {what}; {allowed}")
+
+    sizes = {"n_tokens": n_tokens, "n_local_experts": n_local_experts, "top_k": top_k}
+    for name, value in sizes.items():
+        if value < 1:
+            refuse(f"{name} = {value}", "it must be at least 1")
+    for name, value in {"n_local_experts": n_local_experts, "top_k": top_k}.items():
+        if value > n_experts:
+            refuse(f"{name} = {value} with n_experts = {n_experts}", "it cannot exceed the number of experts")
+    if block_tokens not in BLOCK_TOKENS:
+        refuse(f"block_tokens = {block_tokens}", f"choose one of {', '.join(map(str, BLOCK_TOKENS))}")
+    for name, value in {"hidden": hidden, "expert_width": expert_width}.items():
+        if value < P or value % P:
+            refuse(f"{name} = {value}", f"it must be a multiple of {P}, the partitions of the tensor engine")
+    for kernel, needed in sbuf_bytes(hidden, expert_width, block_tokens).items():
+        if needed > SBUF_BYTES:
+            refuse(
+                f"{kernel} with hidden = {hidden}, expert_width = {expert_width}, block_tokens = {block_tokens} needs "
+                f"{needed:,} bytes of SBUF per partition",
+                f"trn2 has {SBUF_BYTES:,}. Use smaller blocks if the sizes are yours to choose, else another path",
+            )
+    # Offsets inside one HBM tensor are 32-bit byte offsets (nki_facts 2.4).
+    slots = num_blocks(n_tokens, top_k, n_local_experts, n_experts, block_tokens) * block_tokens
+    largest = 2 * max(slots * max(hidden, expert_width), n_local_experts * hidden * expert_width)
+    if largest >= 2**32:
+        refuse(f"the largest tensor of one layer has {largest:,} bytes", "the limit is 4 GiB: fewer tokens or experts")
+
+
+def sbuf_bytes(hidden: int, expert_width: int, block_tokens: int) -> dict[str, int]:
+    """Most bytes of SBUF that each kernel holds at once, per partition (the tests compare with what is measured)."""
+    H, I, J = hidden, expert_width, block_tokens // P
+    weights = 3 * H * I // P * 2
+    tables = 512  # ids, router weights and visit rows: a few bytes each
+    return {
+        "experts_forward": weights + 2 * (2 * H + H) + J * (2 * 3 * I + 2 * H) + 4 * I + 2 * I + tables,
+        "experts_backward": weights + 2 * (2 * H + H) + J * (2 * 5 * I + 2 * H) + 4 * 6 * I + tables,
+        "weight_gradients": 2 * weights + 2 * H + J * (2 * 2 * H + 2 * 3 * I) + tables,
+        "combine": 2 * H * 4 + 2 * P + tables,
+    }
+
+
+def num_blocks(n_tokens: int, top_k: int, n_local_experts: int, n_experts: int, block_tokens: int) -> int:
+    """Static number of blocks that any routing fits into.
+
+    An expert with c pairs owns max(1, ceil(c / B)) <= c // B + 1 blocks, a token has at most min(K, E) local pairs,
+    and one spare block of padding always remains, so that both cores can make the same number of visits.
+    """
+    assert n_local_experts <= n_experts
+    pairs = n_tokens * min(top_k, n_local_experts)
+    return pairs // block_tokens + n_local_experts + 1
+
+
+def slot_bytes(
+    n_tokens: int,
+    hidden: int,
+    expert_width: int,
+    n_experts: int,
+    n_local_experts: int,
+    top_k: int,
+    block_tokens: int,
+) -> dict[str, int]:
+    """Bytes of one layer's slot tensors, in bf16, for the dry run. A dropless layer must reserve the worst routing.
+
+    saved      gate and up of each slot, from the forward to the backward of the layer (with activation checkpointing:
+               only while that layer runs backward)
+    forward    on top of `saved` while the forward runs: the slot outputs before they are combined, and the transposed
+               weight copies
+    backward   while the backward runs: dX, dgate, dup and the weighted activation of each slot
+    """
+    slots = num_blocks(n_tokens, top_k, n_local_experts, n_experts, block_tokens) * block_tokens
+    return {
+        "saved": slots * 2 * expert_width * 2,
+        "forward": slots * hidden * 2 + 3 * n_local_experts * hidden * expert_width * 2,
+        "backward": slots * (hidden + 3 * expert_width) * 2,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Slots: static tables from the routing
+# ------------------------------------------------------------------------------------------------------------------
+
+# Columns of a visit: the block; the expert whose weights to load before it (E: keep what is there) and to prefetch
+# after it; the expert whose gradients are complete after it (E: none); 0 if it starts an expert, else 1.
+BLOCK, LOAD, NEXT, STORE, KEEP = range(5)
+
+
+class Slots(NamedTuple):
+    """Where each (token, expert) pair lives, and in which order the two cores visit the blocks. int32 but one."""
+
+    token_NB: Tensor  # row of x in each slot; -1 in a pad slot, which the kernels never read
+    weight_NB: Tensor  # router weight of each slot (fp32, or fp64 from fp64), 0 in a pad slot; differentiable
+    pair_slot_RK: Tensor  # slot of each pair; -1 if its expert is not local, and in the pad rows
+    first_block_F: Tensor  # expert e owns blocks first_block[e] .. first_block[e + 1]; the last entry is the used count
+    walk_WV: Tensor  # visits of forward and backward: the used blocks halved between the cores
+    expert_walk_WV: Tensor  # visits of the weight gradients: whole experts per core, so nobody adds across cores
+    trips_21: Tensor  # visits per core in the two walks, equal on both cores: unequal loops hang the device
+
+
+def build_slots(
+    topk_ids_TK: Tensor, topk_weights_TK: Tensor, first_expert: int, n_local_experts: int, block_tokens: int
+) -> Slots:
+    """Give every pair of a local expert (first_expert, first_expert + 1, ...) a slot in a block of its expert.
+
+    topk_ids_TK      [T, K] integers; the ids of one token are distinct; an id outside the local range (another rank's
+                     expert, or negative for a masked token) takes no slot and contributes nothing
+    topk_weights_TK  [T, K] float; gradients flow through `weight_NB` back to it
+
+    No sort: a pair's place inside its expert is a running count over a one-hot table. int32 and fp32 throughout
+    (fp64 stays fp64), because the device has no 64-bit arithmetic. Shapes depend on sizes only.
+    """
+    (T, K), E, B = topk_ids_TK.shape, n_local_experts, block_tokens
+    if B not in BLOCK_TOKENS:
+        raise ValueError(f"block_tokens = {B}: choose one of {', '.join(map(str, BLOCK_TOKENS))}")
+    N = num_blocks(T, K, E, E, B)
+    int32 = {"dtype": torch.int32, "device": topk_ids_TK.device}
+
+    # Blocks per expert. B is a power of two: a shift divides exactly, where `//` may go through floats on the device.
+    local_TK = topk_ids_TK.to(torch.int32) - first_expert
+    is_local_TK = (local_TK >= 0) & (local_TK < E)
+    one_hot_LE = (local_TK.reshape(-1, 1) == torch.arange(E, **int32)).to(torch.int32)  # L = T * K pairs
+    running_LE = one_hot_LE.cumsum(0, dtype=torch.int32)
+    blocks_E = ((running_LE[-1] + (B - 1)) >> (B.bit_length() - 1)).clamp(min=1)
+    first_block_F = F.pad(blocks_E.cumsum(0, dtype=torch.int32), (1, 0))
+
+    # Slot of each pair. Pairs without one go to the extra slot S, which is cut off again.
+    slot_L = (one_hot_LE * (first_block_F[:-1] * B + running_LE - 1)).sum(1, dtype=torch.int32)
+    slot_L = torch.where(is_local_TK.reshape(-1), slot_L, N * B)
+    token_L = torch.arange(T, **int32).unsqueeze(1).expand(T, K).reshape(-1)
+    token_S = torch.zeros(N * B + 1, **int32).index_add(0, slot_L, token_L + 1)[:-1] - 1
+    weight_L = topk_weights_TK.reshape(-1).to(torch.promote_types(topk_weights_TK.dtype, torch.float32))
+    weight_L = torch.where(is_local_TK.reshape(-1), weight_L, 0)
+    weight_S = torch.zeros(N * B + 1, dtype=weight_L.dtype, device=weight_L.device).index_add(0, slot_L, weight_L)[:-1]
+    pair_slot_TK = torch.where(is_local_TK, slot_L.view(T, K), -1)
+    pair_slot_RK = F.pad(pair_slot_TK, (0, 0, 0, -T % (CORES * P)), value=-1)
+
+    # Visits. Halving by blocks balances the cores to one block (the spare one, if the count is odd); halving by
+    # experts gives core 0 those whose middle lies in the first half.
+    used = first_block_F[-1:]
+    half = (used + 1) >> 1
+    expert_N = (torch.arange(N, **int32).unsqueeze(1) >= first_block_F[1:]).sum(1, dtype=torch.int32).clamp(max=E - 1)
+    walk_WV = _walk(torch.cat([0 * half, half]), torch.cat([half, 2 * half]), expert_N, E)
+    on_core_0 = first_block_F[1:] + first_block_F[:-1] <= used
+    border = (blocks_E * on_core_0).sum(0, keepdim=True, dtype=torch.int32)
+    expert_walk_WV = _walk(torch.cat([0 * border, border]), torch.cat([border, used]), expert_N, E)
+    trips_21 = torch.stack([half, torch.maximum(border, used - border)])
+    return Slots(
+        token_S.view(N, B), weight_S.view(N, B), pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21
+    )
+
+
+def _walk(start_C: Tensor, stop_C: Tensor, expert_N: Tensor, n_experts: int) -> Tensor:
+    """Visits [C * N, V] of blocks start .. stop of each core. Later ones repeat the last block and store nothing."""
+    trip_N = torch.arange(len(expert_N), dtype=torch.int32, device=expert_N.device)
+    block_CN = torch.minimum(start_C[:, None] + trip_N, stop_C[:, None] - 1).clamp(min=0)
+    is_visit_CN = trip_N < (stop_C - start_C)[:, None]
+    expert_CN = expert_N[block_CN]
+    is_new_CN = F.pad(expert_CN[:, 1:] != expert_CN[:, :-1], (1, 0), value=True)
+    load_CN = torch.where(is_new_CN, expert_CN, n_experts)
+    next_CN = torch.where(F.pad(is_visit_CN[:, 1:], (0, 1)), F.pad(load_CN[:, 1:], (0, 1)), n_experts)
+    is_last_CN = is_visit_CN & ~(F.pad(is_visit_CN[:, 1:], (0, 1)) & F.pad(~is_new_CN[:, 1:], (0, 1)))
+    store_CN = torch.where(is_last_CN, expert_CN, n_experts)
+    visits_CNV = torch.stack([block_CN, load_CN, next_CN, store_CN, (~is_new_CN).to(torch.int32)], dim=-1)
+    return visits_CNV.to(torch.int32).flatten(0, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Shared by the references
+# ------------------------------------------------------------------------------------------------------------------
+# The references take what the kernels take and round where the kernels round: to x's dtype. Sums are in fp32, so
+# with fp32 (or fp64) inputs nothing is rounded at all. Blocks beyond the used ones stay NaN, as on the device they
+# stay unwritten.
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _take_rows(rows_RD: Tensor, index_S: Tensor) -> Tensor:
+    """Rows by index; zeros for index -1, whatever the rows hold."""
+    taken_SD = rows_RD.index_select(0, index_S.clamp(min=0))
+    return torch.where(index_S.unsqueeze(1) >= 0, taken_SD, 0)
+
+
+def _expert_slots(first_block_F: Tensor, block_tokens: int) -> Iterator[tuple[int, slice]]:
+    """Each local expert with the slots of its blocks."""
+    first = (first_block_F * block_tokens).tolist()
+    for expert, (start, stop) in enumerate(itertools.pairwise(first)):
+        yield expert, slice(start, stop)
+
+
+def _unwritten(like: Tensor, *shape: int) -> Tensor:
+    return torch.full(shape, float("nan"), dtype=like.dtype, device=like.device)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# experts_forward
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def experts_forward_reference(
+    x_TH: Tensor, w1_EHI: Tensor, w3_EHI: Tensor, w2_EIH: Tensor, slots: Slots
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, gate and up of every slot: [N, B, H], [N, B, I], [N, B, I], in x's dtype; y already times the weight."""
+    (N, B), I = slots.token_NB.shape, w1_EHI.shape[2]
+    y_SH, g_SI, u_SI = (_unwritten(x_TH, N * B, width) for width in (x_TH.shape[1], I, I))
+    for e, at in _expert_slots(slots.first_block_F, B):
+        x_SH = _wide(_take_rows(x_TH, slots.token_NB.view(-1)[at]))
+        g_SI[at] = (x_SH @ _wide(w1_EHI[e])).to(x_TH.dtype)
+        u_SI[at] = (x_SH @ _wide(w3_EHI[e])).to(x_TH.dtype)
+        act_SI = (F.silu(_wide(g_SI[at])) * _wide(u_SI[at])).to(x_TH.dtype)
+        weight_S1 = slots.weight_NB.view(-1, 1)[at]
+        y_SH[at] = (_wide(act_SI) @ _wide(w2_EIH[e]) * weight_S1).to(x_TH.dtype)
+    return y_SH.view(N, B, -1), g_SI.view(N, B, I), u_SI.view(N, B, I)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# experts_backward
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def experts_backward_reference(
+    dout_RH: Tensor, g_NBI: Tensor, u_NBI: Tensor, w1_EIH: Tensor, w3_EIH: Tensor, w2_EHI: Tensor, slots: Slots
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx, dgate, dup, weight * act and dweight of every slot: [N, B, H], three [N, B, I], [N, B] wide."""
+    (N, B), (H, I) = slots.token_NB.shape, w2_EHI.shape[1:]
+    dx_SH, dg_SI, du_SI, a_SI = (_unwritten(dout_RH, N * B, width) for width in (H, I, I, I))
+    dweight_S = _unwritten(slots.weight_NB, N * B)
+    for e, at in _expert_slots(slots.first_block_F, B):
+        d_SI = _wide(_take_rows(dout_RH, slots.token_NB.view(-1)[at])) @ _wide(w2_EHI[e])
+        g, u, weight_S1 = _wide(g_NBI.view(-1, I)[at]), _wide(u_NBI.view(-1, I)[at]), slots.weight_NB.view(-1, 1)[at]
+        sigmoid = torch.sigmoid(g)
+        silu, silu_dx = g * sigmoid, sigmoid * (1 + g * (1 - sigmoid))
+        act = _wide((silu * u).to(dout_RH.dtype))
+        dweight_S[at] = (d_SI * act).sum(1)
+        d_SI = d_SI * weight_S1
+        dg_SI[at] = (d_SI * u * silu_dx).to(dout_RH.dtype)
+        du_SI[at] = (d_SI * silu).to(dout_RH.dtype)
+        a_SI[at] = (act * weight_S1).to(dout_RH.dtype)
+        dx_SH[at] = (_wide(dg_SI[at]) @ _wide(w1_EIH[e]) + _wide(du_SI[at]) @ _wide(w3_EIH[e])).to(dout_RH.dtype)
+    return dx_SH.view(N, B, H), *(t.view(N, B, I) for t in (dg_SI, du_SI, a_SI)), dweight_S.view(N, B)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# weight_gradients
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def weight_gradients_reference(
+    x_TH: Tensor, dout_RH: Tensor, dg_NBI: Tensor, du_NBI: Tensor, a_NBI: Tensor, slots: Slots
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dw1 [E, I, H], dw2 [E, H, I], dw3 [E, I, H]: fp32 sums over the slots of each expert, rounded once."""
+    E, B, H, I = len(slots.first_block_F) - 1, slots.token_NB.shape[1], x_TH.shape[1], dg_NBI.shape[2]
+    dw1_EIH, dw2_EHI, dw3_EIH = x_TH.new_empty(E, I, H), x_TH.new_empty(E, H, I), x_TH.new_empty(E, I, H)
+    for e, at in _expert_slots(slots.first_block_F, B):
+        token_S = slots.token_NB.view(-1)[at]
+        x_SH, dout_SH = _wide(_take_rows(x_TH, token_S)), _wide(_take_rows(dout_RH, token_S))
+        dg_SI, du_SI, a_SI = (_wide(t.view(-1, I)[at]) for t in (dg_NBI, du_NBI, a_NBI))
+        dw1_EIH[e], dw3_EIH[e], dw2_EHI[e] = dg_SI.T @ x_SH, du_SI.T @ x_SH, dout_SH.T @ a_SI
+    return dw1_EIH, dw2_EHI, dw3_EIH
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# combine
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def combine_reference(rows_NBH: Tensor, slots: Slots) -> Tensor:
+    """out [R, H]: the fp32 sum of each token's slot rows, rounded once."""
+    rows_SH, pair_slot_RK = rows_NBH.flatten(0, 1), slots.pair_slot_RK
+    return sum(_wide(_take_rows(rows_SH, pair_slot_R)) for pair_slot_R in pair_slot_RK.T).to(rows_NBH.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The operator
+# ------------------------------------------------------------------------------------------------------------------
+
+
+def kernel_weights(w1_EIH: Tensor, w2_EHI: Tensor, w3_EIH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The orientation that the forward kernel needs: w1 and w3 as [E, H, I], w2 as [E, I, H], without gradient.
+
+    The tensor engine contracts over the partition dim, so each pass wants the contracted dim outermost. Backward
+    wants the parameter layout itself; forward wants the transposes. Cost: one more copy of the experts in memory
+    and every weight read and written once: for Qwen3-30B-A3B at TP 4, 302 MB per layer and about 0.83 ms at the
+    725 GB/s of a logical core, more than the forward of 4096 tokens. So make it once per weight update where memory
+    allows, and hand it to `expert_layer(..., forward_weights=...)`; otherwise `expert_layer` makes it on every call.
+    """
+    return tuple(w.detach().transpose(1, 2).contiguous() for w in (w1_EIH, w2_EHI, w3_EIH))
+
+
+def _launch(kernel, *args):
+    """Run a kernel on both cores; tensors in, tensors out. The stand-in and the hardware path look the same."""
+    return kernel[CORES](*args)
+
+
+def _experts_forward(
+    x_TH: Tensor,
+    w1_EIH: Tensor,
+    w2_EHI: Tensor,
+    w3_EIH: Tensor,
+    w1_EHI: Tensor,
+    w2_EIH: Tensor,
+    w3_EHI: Tensor,
+    weight_NB: Tensor,
+    token_NB: Tensor,
+    pair_slot_RK: Tensor,
+    first_block_F: Tensor,
+    walk_WV: Tensor,
+    expert_walk_WV: Tensor,
+    trips_21: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out [R, H], and gate and up [N, B, I], which are outputs because backward needs them."""
+    slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21)
+    y_NBH, g_NBI, u_NBI = experts_forward_reference(x_TH, w1_EHI, w3_EHI, w2_EIH, slots)
+    return combine_reference(y_NBH, slots), g_NBI, u_NBI
+
+
+def _experts_backward(
+    dout_RH: Tensor,
+    x_TH: Tensor,
+    g_NBI: Tensor,
+    u_NBI: Tensor,
+    w1_EIH: Tensor,
+    w2_EHI: Tensor,
+    w3_EIH: Tensor,
+    weight_NB: Tensor,
+    token_NB: Tensor,
+    pair_slot_RK: Tensor,
+    first_block_F: Tensor,
+    walk_WV: Tensor,
+    expert_walk_WV: Tensor,
+    trips_21: Tensor,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dx [R, H], dweight [N, B], dw1, dw2, dw3 in the parameter layout."""
+    slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21)
+    dx_NBH, dg_NBI, du_NBI, a_NBI, dweight_NB = experts_backward_reference(
+        dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, slots
+    )
+    dw1_EIH, dw2_EHI, dw3_EIH = weight_gradients_reference(x_TH, dout_RH, dg_NBI, du_NBI, a_NBI, slots)
+    return combine_reference(dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
+
+
+def _forward_shapes(x_TH, w1_EIH, w2_EHI, w3_EIH, w1_EHI, w2_EIH, w3_EHI, weight_NB, token_NB, pair_slot_RK, *_):
+    slot_shape = (*token_NB.shape, w1_EIH.shape[1])
+    out_shape = (pair_slot_RK.shape[0], x_TH.shape[1])
+    return x_TH.new_empty(out_shape), x_TH.new_empty(slot_shape), x_TH.new_empty(slot_shape)
+
+
+def _backward_shapes(dout_RH, x_TH, g_NBI, u_NBI, w1_EIH, w2_EHI, w3_EIH, weight_NB, *_):
+    return tuple(torch.empty_like(t) for t in (dout_RH, weight_NB, w1_EIH, w2_EHI, w3_EIH))
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    x_TH, w1_EIH, w2_EHI, w3_EIH, _, _, _, *tables, backend = inputs
+    _, g_NBI, u_NBI = output
+    ctx.set_materialize_grads(False)  # gate and up get no gradient: do not fill zeros for them
+    ctx.save_for_backward(x_TH, g_NBI, u_NBI, w1_EIH, w2_EHI, w3_EIH, *tables)
+    ctx.backend = backend
+
+
+def _backward(ctx, dout_RH, _dg, _du):
+    x_TH, *rest = ctx.saved_tensors
+    token_NB = rest[6]
+    dx_RH, dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH = experts_backward_op(dout_RH.contiguous(), x_TH, *rest, ctx.backend)
+    dweight_NB = torch.where(token_NB >= 0, dweight_NB, 0)  # blocks beyond the used ones are unwritten memory
+    no_grad_inputs = (None,) * 7  # tables and backend
+    return dx_RH[: len(x_TH)], dw1_EIH, dw2_EHI, dw3_EIH, None, None, None, dweight_NB, *no_grad_inputs
+
+
+def _make_operators():
+    """The two operators under one name: through `nki_op` on a Neuron machine, else through torch.library.
+
+    `nki_op` (torch_neuronx 2.14) infers schema, fake and eager implementation from the function itself.
+    """
+    if NKI_IS_REAL and importlib.util.find_spec("torch_neuronx") is not None:
+        try:
+            from torch_neuronx import nki_op
+        except Exception:  # the PyPI placeholder, or the torch-xla era package: resolve_backend says so
+            pass
+        else:
+            forward = nki_op("qwen3_moe::experts_forward", mutates_args={})(_experts_forward)
+            backward = nki_op("qwen3_moe::experts_backward", mutates_args={})(_experts_backward)
+            return forward, backward, True
+    forward = torch.library.custom_op("qwen3_moe::experts_forward", _experts_forward, mutates_args=())
+    backward = torch.library.custom_op("qwen3_moe::experts_backward", _experts_backward, mutates_args=())
+    forward.register_fake(_forward_shapes)
+    backward.register_fake(_backward_shapes)
+    return forward, backward, False
+
+
+experts_forward_op, experts_backward_op, OPERATORS_ARE_NKI = _make_operators()
+experts_forward_op.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def expert_layer(
+    x_TH: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    w1_EIH: Tensor,
+    w2_EHI: Tensor,
+    w3_EIH: Tensor,
+    *,
+    first_expert: int,
+    block_tokens: int,
+    backend: str,
+    forward_weights: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The sum over this rank's experts, for all T tokens: [T, H] in x's dtype. Differentiable.
+
+    x_TH             [T, H] bf16; the reference also takes fp32 and fp64 and then rounds nothing
+    topk_ids_TK      [T, K] integers, global expert ids, distinct per token; negative: masked
+    topk_weights_TK  [T, K] float
+    w1, w2, w3       gate [E, I, H], down [E, H, I], up [E, I, H] of the local experts, in x's dtype
+    forward_weights  `kernel_weights(w1, w2, w3)` if the caller keeps it; made here otherwise
+    backend          what `resolve_backend` returned
+
+    Gradients reach x, topk_weights, w1, w2 and w3; an idle expert gets zeros. Rows of x that no local expert uses are
+    never read, even if they hold NaN. Saved for backward: x, the weights, gate and up of each slot, and int32 tables.
+    Raises ValueError for sizes outside `check_shapes` and for tensors that do not fit together.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r}: choose one of {', '.join(BACKENDS)} (resolve_backend returns it)")
+    for name, t, n_dims in (("x", x_TH, 2), ("topk_ids", topk_ids_TK, 2), ("w1", w1_EIH, 3)):
+        if t.dim() != n_dims:
+            raise ValueError(f"expert_layer: {name} has shape {tuple(t.shape)}; it must have {n_dims} dims")
+    (T, H), (E, I, _), K = x_TH.shape, w1_EIH.shape, topk_ids_TK.shape[1]
+    expected = {
+        "topk_ids": (topk_ids_TK, (T, K)),
+        "topk_weights": (topk_weights_TK, (T, K)),
+        "w1": (w1_EIH, (E, I, H)),
+        "w2": (w2_EHI, (E, H, I)),
+        "w3": (w3_EIH, (E, I, H)),
+    }
+    for name, (t, shape) in expected.items():
+        if tuple(t.shape) != shape:
+            raise ValueError(f"expert_layer: {name} has shape {tuple(t.shape)}; x and w1 ask for {shape}")
+    dtypes = (torch.bfloat16, torch.float32, torch.float64) if backend == "reference" else (torch.bfloat16,)
+    for name, t in {"x": x_TH, "w1": w1_EIH, "w2": w2_EHI, "w3": w3_EIH}.items():
+        if t.dtype not in dtypes or t.dtype != x_TH.dtype:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+            raise ValueError(
+                f"expert_layer: {name} is {t.dtype} and x is {x_TH.dtype}; {backend} takes one of {allowed}"
+            )
+    check_shapes(T, H, I, max(first_expert + E, K), E, K, block_tokens)
+
+    slots = build_slots(topk_ids_TK, topk_weights_TK, first_expert, E, block_tokens)
+    if forward_weights is None:
+        if backend == "reference":  # strides do as well as copies
+            forward_weights = tuple(w.detach().transpose(1, 2) for w in (w1_EIH, w2_EHI, w3_EIH))
+        else:
+            forward_weights = kernel_weights(w1_EIH, w2_EHI, w3_EIH)
+    weights = (w1_EIH, w2_EHI, w3_EIH, *forward_weights)
+    tables = (
+        slots.weight_NB,
+        slots.token_NB,
+        slots.pair_slot_RK,
+        slots.first_block_F,
+        slots.walk_WV,
+        slots.expert_walk_WV,
+        slots.trips_21,
+    )
+    out_RH, _, _ = experts_forward_op(x_TH.contiguous(), *weights, *tables, backend)
+    return out_RH[:T]
