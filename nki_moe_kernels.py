@@ -212,6 +212,7 @@ def slot_bytes(
 # Columns of a visit: the block; the expert whose weights to load before it (E: keep what is there) and to prefetch
 # after it; the expert whose gradients are complete after it (E: none); 0 if it starts an expert, else 1.
 BLOCK, LOAD, NEXT, STORE, KEEP = range(5)
+VISIT = 5
 
 
 class Slots(NamedTuple):
@@ -323,6 +324,124 @@ def _unwritten(like: Tensor, *shape: int) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------------
+# Shared by the kernels
+# ------------------------------------------------------------------------------------------------------------------
+# Device rules that shape all four (nki_facts 1.2, 1.4, 2.4; NKI language guide and public notes of device runs):
+#   - a device loop over visits, whose trip count is data; no arithmetic on its variable, so every table is shaped
+#     such that `scalar_offset` times a row is the place wanted;
+#   - what outlives a visit (weights, sums) is in SBUF outside the loop; PSUM tiles are allocated inside it;
+#   - both cores make the same number of trips and differ only in the rows of `walk_WV` they read;
+#   - tokens are the stationary operand and weights the moving one, so even a tile of 128 tokens streams 512 columns.
+# Slot s of a block sits on partition s // J as tile s % J: a whole block moves in one DMA with J rows per partition.
+
+
+def sbuf(shape, dtype):
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.sbuf)
+
+
+def output(shape, dtype):
+    return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
+
+
+def column(tile, j):
+    return tile[:, j : j + 1]
+
+
+def banks(n):
+    """Columns 0 .. n in pieces (start, width) that fit one PSUM bank each."""
+    pieces = []
+    for start in range(0, n, BANK):
+        pieces.append((start, min(BANK, n - start)))
+    return pieces
+
+
+def multiply(dst, a, b):
+    nisa.tensor_tensor(dst=dst, data1=a, data2=b, op=nl.multiply, engine=nisa.engine.vector)
+
+
+def visit_tables(walk_WV, trips_21, which):
+    """First row of this core in the walk, and its trip count in a register."""
+    n_visits = walk_WV.shape[0] // CORES
+    trips = sbuf((1, 1), nl.int32)
+    nisa.dma_copy(dst=trips, src=trips_21.ap([[1, 1], [1, 1]], offset=which))
+    n_trips = nisa.register_alloc()
+    nisa.register_load(n_trips, trips)
+    return nl.program_id(0) * n_visits * VISIT, n_trips
+
+
+def load_visit(walk_WV, first_visit, i):
+    """Row i (None: the first) of this core's walk: a [1, V] tile whose columns serve as scalar offsets."""
+    visit = sbuf((1, VISIT), nl.int32)
+    nisa.dma_copy(dst=visit, src=walk_WV.ap([[VISIT, 1], [1, VISIT]], offset=first_visit, scalar_offset=i))
+    return visit
+
+
+def load_weight(w_PJD, w_EMD, expert):
+    """w[expert] into SBUF, row m on partition m % 128. An expert out of range keeps what is there: the reuse."""
+    _, M, D = w_EMD.shape
+    pattern = [[D, P], [P * D, M // P], [1, D]]
+    src = w_EMD.ap(pattern, offset=0, scalar_offset=expert)
+    nisa.dma_copy(dst=w_PJD, src=src, oob_mode=nisa.oob_mode.skip)
+
+
+def block_of(table, block):
+    """View of one block of a slot table [N, B] or slot tensor [N, B, D] as [P, J] or [P, J, D]."""
+    J = table.shape[1] // P
+    if len(table.shape) == 2:
+        return table.ap([[J, P], [1, J]], offset=0, scalar_offset=block)
+    D = table.shape[2]
+    return table.ap([[J * D, P], [D, J], [1, D]], offset=0, scalar_offset=block)
+
+
+def load_block(table, block):
+    """One block of a slot table or slot tensor in SBUF."""
+    view = block_of(table, block)
+    tile = sbuf(view.shape, table.dtype)
+    nisa.dma_copy(dst=tile, src=view)
+    return tile
+
+
+def zeros(width):
+    tile = sbuf((P, width), nl.bfloat16)
+    nisa.memset(tile, 0.0, engine=nisa.engine.vector)
+    return tile
+
+
+def gather_rows(dst, rows_TH, index_P1, zeros_PH):
+    """dst [P, H] = the rows by index; zeros for index -1, which no DMA touches: pads cost nothing and hold no NaN."""
+    H = rows_TH.shape[1]
+    nisa.tensor_copy(dst=dst, src=zeros_PH, engine=nisa.engine.vector)
+    src = rows_TH.ap([[H, P], [1, H]], offset=0, vector_offset=index_P1)
+    nisa.dma_copy(dst=dst, src=src, oob_mode=nisa.oob_mode.skip)
+
+
+def transposed(src_PD):
+    """[P, D] -> [128, D / 128, P] in bf16 through the tensor engine, 8 blocks to a PSUM bank."""
+    n = src_PD.shape[1] // P
+    out = sbuf((P, n, P), nl.bfloat16)
+    for first in range(0, n, 8):
+        count = min(8, n - first)
+        bank = nl.ndarray((P, count, P), dtype=nl.bfloat16, buffer=nl.psum)
+        for j in range(count):
+            column = (first + j) * P
+            nisa.nc_transpose(dst=bank[:, j, :], data=src_PD[:, column : column + P])
+        nisa.tensor_copy(dst=out[:, first : first + count, :], src=bank, engine=nisa.engine.vector)
+    return out
+
+
+def product(terms, column, width):
+    """PSUM [P, width] fp32 = sum over terms (a_T [128, M / 128, P], w [128, M / 128, D]) of a @ w[:, column ...]."""
+    out = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+    started = False
+    for a_T, w in terms:
+        for m in range(w.shape[1]):
+            moving = w[:, m, column : column + width]
+            nisa.nc_matmul(dst=out, stationary=a_T[:, m, :], moving=moving, accumulate=started)
+            started = True
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------------
 # experts_forward
 # ------------------------------------------------------------------------------------------------------------------
 
@@ -341,6 +460,74 @@ def experts_forward_reference(
         weight_S1 = slots.weight_NB.view(-1, 1)[at]
         y_SH[at] = (_wide(act_SI) @ _wide(w2_EIH[e]) * weight_S1).to(x_TH.dtype)
     return y_SH.view(N, B, -1), g_SI.view(N, B, I), u_SI.view(N, B, I)
+
+
+@nki.jit
+def experts_forward_kernel(x_TH, w1_EHI, w3_EHI, w2_EIH, token_NB, weight_NB, walk_WV, trips_21):
+    """y [N, B, H] (times the router weight), gate and up [N, B, I]; bf16; blocks no core visits stay unwritten.
+
+    x_TH bf16 [T, H]; w1, w3 bf16 [E, H, I]; w2 bf16 [E, I, H]; token_NB int32; weight_NB fp32; walk and trips int32.
+    Limits: `check_shapes`. SBUF: `sbuf_bytes`. PSUM: 2 banks.
+
+    load the first expert
+    for each visit of this core:
+        for each tile of 128 slots: x = rows or zeros; gate, up = x @ w1, x @ w3; act = bf16(silu(gate) * up)
+        prefetch w1, w3 of the next visit, if its expert differs
+        for each tile: y = weight * (act @ w2)
+        prefetch w2 likewise; store gate, up, y
+    """
+    _, H, I = w1_EHI.shape
+    N, B = token_NB.shape
+    y_NBH = output((N, B, H), nl.bfloat16)
+    g_NBI = output((N, B, I), nl.bfloat16)
+    u_NBI = output((N, B, I), nl.bfloat16)
+    w1 = sbuf((P, H // P, I), nl.bfloat16)
+    w3 = sbuf((P, H // P, I), nl.bfloat16)
+    w2 = sbuf((P, I // P, H), nl.bfloat16)
+    zeros_PH = zeros(H)
+    first_visit, n_trips = visit_tables(walk_WV, trips_21, 0)
+    first = load_visit(walk_WV, first_visit, None)
+    load_weight(w1, w1_EHI, column(first, LOAD))
+    load_weight(w3, w3_EHI, column(first, LOAD))
+    load_weight(w2, w2_EIH, column(first, LOAD))
+
+    def visit_block(i):
+        visit = load_visit(walk_WV, first_visit, i)
+        block, next_expert = column(visit, BLOCK), column(visit, NEXT)
+        token, weight = load_block(token_NB, block), load_block(weight_NB, block)
+        g = sbuf((P, B // P, I), nl.bfloat16)
+        u = sbuf((P, B // P, I), nl.bfloat16)
+        act = sbuf((P, B // P, I), nl.bfloat16)
+        y = sbuf((P, B // P, H), nl.bfloat16)
+        for j in range(B // P):
+            x = sbuf((P, H), nl.bfloat16)
+            gather_rows(x, x_TH, column(token, j), zeros_PH)
+            x_T = transposed(x)
+            for c, width in banks(I):
+                gate = product(((x_T, w1),), c, width)
+                up = product(((x_T, w3),), c, width)
+                nisa.activation(dst=g[:, j, c : c + width], op=nl.copy, data=gate)
+                nisa.activation(dst=u[:, j, c : c + width], op=nl.copy, data=up)
+            # From the rounded gate and up, as backward sees them.
+            silu = sbuf((P, I), nl.float32)
+            nisa.activation(dst=silu, op=nl.silu, data=g[:, j, :])
+            nisa.tensor_tensor(
+                dst=act[:, j, :], data1=silu, data2=u[:, j, :], op=nl.multiply, engine=nisa.engine.vector
+            )
+        load_weight(w1, w1_EHI, next_expert)
+        load_weight(w3, w3_EHI, next_expert)
+        for j in range(B // P):
+            act_T = transposed(act[:, j, :])
+            for c, width in banks(H):
+                down = product(((act_T, w2),), c, width)
+                nisa.activation(dst=y[:, j, c : c + width], op=nl.copy, data=down, scale=column(weight, j))
+        load_weight(w2, w2_EIH, next_expert)
+        nisa.dma_copy(dst=block_of(g_NBI, block), src=g)
+        nisa.dma_copy(dst=block_of(u_NBI, block), src=u)
+        nisa.dma_copy(dst=block_of(y_NBH, block), src=y)
+
+    nl.fori_loop(0, n_trips, visit_block)
+    return y_NBH, g_NBI, u_NBI
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -370,6 +557,89 @@ def experts_backward_reference(
     return dx_SH.view(N, B, H), *(t.view(N, B, I) for t in (dg_SI, du_SI, a_SI)), dweight_S.view(N, B)
 
 
+@nki.jit
+def experts_backward_kernel(dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, token_NB, weight_NB, walk_WV, trips_21):
+    """dx [N, B, H], dgate, dup, weight * act [N, B, I] in bf16, dweight [N, B] fp32; unvisited blocks stay unwritten.
+
+    dout_RH bf16 [R, H]; gate, up bf16 [N, B, I]; w1, w3 [E, I, H] and w2 [E, H, I] bf16, the parameter layout: no copy.
+    Limits: `check_shapes`. SBUF: `sbuf_bytes`. PSUM: 2 banks.
+
+    load the first expert
+    for each visit of this core:
+        for each tile of 128 slots:
+            d = (rows of dout or zeros) @ w2;  act = bf16(silu(gate) * up)
+            dweight = sum(d * act);  d = weight * d        (so no down projection has to be saved or redone)
+            dup = bf16(d * silu(gate));  dgate = bf16(d * up * silu'(gate));  a = bf16(weight * act)
+        prefetch w2 of the next visit, if its expert differs
+        for each tile: dx = dgate @ w1 + dup @ w3
+        prefetch w1, w3 likewise; store all five
+    """
+    _, H, I = w2_EHI.shape
+    N, B = token_NB.shape
+    dx_NBH = output((N, B, H), nl.bfloat16)
+    dg_NBI = output((N, B, I), nl.bfloat16)
+    du_NBI = output((N, B, I), nl.bfloat16)
+    a_NBI = output((N, B, I), nl.bfloat16)
+    dweight_NB = output((N, B), nl.float32)
+    w1 = sbuf((P, I // P, H), nl.bfloat16)
+    w3 = sbuf((P, I // P, H), nl.bfloat16)
+    w2 = sbuf((P, H // P, I), nl.bfloat16)
+    zeros_PH = zeros(H)
+    first_visit, n_trips = visit_tables(walk_WV, trips_21, 0)
+    first = load_visit(walk_WV, first_visit, None)
+    load_weight(w2, w2_EHI, column(first, LOAD))
+    load_weight(w1, w1_EIH, column(first, LOAD))
+    load_weight(w3, w3_EIH, column(first, LOAD))
+
+    def visit_block(i):
+        visit = load_visit(walk_WV, first_visit, i)
+        block, next_expert = column(visit, BLOCK), column(visit, NEXT)
+        token, weight = load_block(token_NB, block), load_block(weight_NB, block)
+        g, u = load_block(g_NBI, block), load_block(u_NBI, block)
+        dg = sbuf((P, B // P, I), nl.bfloat16)
+        du = sbuf((P, B // P, I), nl.bfloat16)
+        a = sbuf((P, B // P, I), nl.bfloat16)
+        dx = sbuf((P, B // P, H), nl.bfloat16)
+        dweight = sbuf((P, B // P), nl.float32)
+        for j in range(B // P):
+            weight_P1 = column(weight, j)
+            dout = sbuf((P, H), nl.bfloat16)
+            gather_rows(dout, dout_RH, column(token, j), zeros_PH)
+            dout_T = transposed(dout)
+            silu = sbuf((P, I), nl.float32)
+            silu_dx = sbuf((P, I), nl.float32)
+            act = sbuf((P, I), nl.bfloat16)
+            nisa.activation(dst=silu, op=nl.silu, data=g[:, j, :])
+            nisa.activation(dst=silu_dx, op=nl.silu_dx, data=g[:, j, :])
+            multiply(act, silu, u[:, j, :])
+            nisa.tensor_scalar(dst=a[:, j, :], data=act, op0=nl.multiply, operand0=weight_P1, engine=nisa.engine.vector)
+            d = sbuf((P, I), nl.float32)  # weight * dout @ w2
+            d_act = sbuf((P, I), nl.float32)
+            for c, width in banks(I):
+                at = product(((dout_T, w2),), c, width)
+                multiply(d_act[:, c : c + width], at, act[:, c : c + width])
+                nisa.activation(dst=d[:, c : c + width], op=nl.copy, data=at, scale=weight_P1)
+            nisa.tensor_reduce(dst=column(dweight, j), op=nl.add, data=d_act, axis=1)
+            multiply(du[:, j, :], d, silu)
+            multiply(d, d, u[:, j, :])
+            multiply(dg[:, j, :], d, silu_dx)
+        load_weight(w2, w2_EHI, next_expert)
+        for j in range(B // P):
+            terms = ((transposed(dg[:, j, :]), w1), (transposed(du[:, j, :]), w3))
+            for c, width in banks(H):
+                nisa.activation(dst=dx[:, j, c : c + width], op=nl.copy, data=product(terms, c, width))
+        load_weight(w1, w1_EIH, next_expert)
+        load_weight(w3, w3_EIH, next_expert)
+        nisa.dma_copy(dst=block_of(dx_NBH, block), src=dx)
+        nisa.dma_copy(dst=block_of(dg_NBI, block), src=dg)
+        nisa.dma_copy(dst=block_of(du_NBI, block), src=du)
+        nisa.dma_copy(dst=block_of(a_NBI, block), src=a)
+        nisa.dma_copy(dst=block_of(dweight_NB, block), src=dweight)
+
+    nl.fori_loop(0, n_trips, visit_block)
+    return dx_NBH, dg_NBI, du_NBI, a_NBI, dweight_NB
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # weight_gradients
 # ------------------------------------------------------------------------------------------------------------------
@@ -389,6 +659,75 @@ def weight_gradients_reference(
     return dw1_EIH, dw2_EHI, dw3_EIH
 
 
+@nki.jit
+def weight_gradients_kernel(x_TH, dout_RH, dg_NBI, du_NBI, a_NBI, token_NB, walk_WV, trips_21, n_experts):
+    """dw1 [E, I, H], dw2 [E, H, I], dw3 [E, I, H] in bf16, all written (an idle expert owns an empty block).
+
+    x_TH, dout_RH bf16 rows; dgate, dup, weight * act bf16 [N, B, I] of `experts_backward`; walk: by whole experts.
+    Limits: `check_shapes`. SBUF: `sbuf_bytes`, most of it the fp32 sums. PSUM: 2 banks. No transposes.
+
+    sums = 0
+    for each visit of this core:
+        x, dout = rows or zeros of the whole block
+        for each sum: sum = keep * sum + (left.T @ right of the block, in PSUM)     keep = 0 starts an expert
+                      store it as bf16, if this is the last block of its expert
+    """
+    _, B, I = dg_NBI.shape
+    H = x_TH.shape[1]
+    dw1_EIH = output((n_experts, I, H), nl.bfloat16)
+    dw2_EHI = output((n_experts, H, I), nl.bfloat16)
+    dw3_EIH = output((n_experts, I, H), nl.bfloat16)
+    sums1, sums2, sums3 = zero_sums(I, H), zero_sums(H, I), zero_sums(I, H)
+    zeros_PH = zeros(H)
+    first_visit, n_trips = visit_tables(walk_WV, trips_21, 1)
+
+    def visit_block(i):
+        visit = load_visit(walk_WV, first_visit, i)
+        block, store_expert = column(visit, BLOCK), column(visit, STORE)
+        keep = sbuf((P, 1), nl.float32)  # the same 0 or 1 on every partition
+        nisa.dma_copy(dst=keep, src=walk_WV.ap([[0, P], [1, 1]], offset=first_visit + KEEP, scalar_offset=i))
+        token = load_block(token_NB, block)
+        x = sbuf((P, B // P, H), nl.bfloat16)
+        dout = sbuf((P, B // P, H), nl.bfloat16)
+        for j in range(B // P):
+            gather_rows(x[:, j, :], x_TH, column(token, j), zeros_PH)
+            gather_rows(dout[:, j, :], dout_RH, column(token, j), zeros_PH)
+        add_block(sums1, load_block(dg_NBI, block), x, keep, dw1_EIH, store_expert)
+        add_block(sums3, load_block(du_NBI, block), x, keep, dw3_EIH, store_expert)
+        add_block(sums2, dout, load_block(a_NBI, block), keep, dw2_EHI, store_expert)
+
+    nl.fori_loop(0, n_trips, visit_block)
+    return dw1_EIH, dw2_EHI, dw3_EIH
+
+
+def zero_sums(M, D):
+    """fp32 sums [M, D] as a list of [P, D] tiles; zeros, because keep = 0 would not erase a NaN."""
+    sums = []
+    for _ in range(M // P):
+        tile = sbuf((P, D), nl.float32)
+        nisa.memset(tile, 0.0, engine=nisa.engine.vector)
+        sums.append(tile)
+    return sums
+
+
+def add_block(sums, left_PJM, right_PJD, keep_P1, dw_EMD, store_expert):
+    """sums = keep * sums + left.T @ right over the block; then to dw[store_expert], skipped if that is out of range."""
+    D = right_PJD.shape[2]
+    for m in range(len(sums)):
+        for c, width in banks(D):
+            part = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+            for j in range(right_PJD.shape[1]):
+                left = left_PJM[:, j, m * P : m * P + P]
+                nisa.nc_matmul(dst=part, stationary=left, moving=right_PJD[:, j, c : c + width], accumulate=j > 0)
+            sum_m = sums[m][:, c : c + width]
+            nisa.scalar_tensor_tensor(
+                dst=sum_m, data=sum_m, op0=nl.multiply, operand0=keep_P1, op1=nl.add, operand1=part
+            )
+        # The DMA rounds to bf16: the only rounding of a weight gradient.
+        dst = dw_EMD.ap([[D, P], [1, D]], offset=m * P * D, scalar_offset=store_expert)
+        nisa.dma_copy(dst=dst, src=sums[m], oob_mode=nisa.oob_mode.skip)
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # combine
 # ------------------------------------------------------------------------------------------------------------------
@@ -398,6 +737,42 @@ def combine_reference(rows_NBH: Tensor, slots: Slots) -> Tensor:
     """out [R, H]: the fp32 sum of each token's slot rows, rounded once."""
     rows_SH, pair_slot_RK = rows_NBH.flatten(0, 1), slots.pair_slot_RK
     return sum(_wide(_take_rows(rows_SH, pair_slot_R)) for pair_slot_R in pair_slot_RK.T).to(rows_NBH.dtype)
+
+
+@nki.jit
+def combine_kernel(rows_SH, pair_slot_GQK):
+    """out [G, Q, H] bf16 = the sum over k of rows[pair_slot[g, q, k]], skipping -1; fp32 sums in PSUM, rounded once.
+
+    rows_SH bf16 [S, H], a slot tensor seen as rows; pair_slot_GQK int32 [G, 256, K]: in each group of Q = 256 tokens
+    core 0 takes the first 128. Limits: `check_shapes`. SBUF: `sbuf_bytes`. PSUM: 2 banks. A gather-sum needs no
+    scatter and no atomics, and always adds in the same order.
+
+    for each group: for each k: rows_k = slot rows or zeros
+                    out = sum of identity @ rows_k      (the tensor engine is idle here, and adds into PSUM)
+    """
+    G, Q, K = pair_slot_GQK.shape
+    H = rows_SH.shape[1]
+    out_GQH = output((G, Q, H), nl.bfloat16)
+    first_row = nl.program_id(0) * P
+    identity = nl.shared_identity_matrix(P, dtype=nl.bfloat16)
+    zeros_PH = zeros(H)
+
+    def sum_tile(i):
+        slot = sbuf((P, K), nl.int32)
+        nisa.dma_copy(dst=slot, src=pair_slot_GQK.ap([[K, P], [1, K]], offset=first_row * K, scalar_offset=i))
+        rows = sbuf((P, K, H), nl.bfloat16)
+        for k in range(K):
+            gather_rows(rows[:, k, :], rows_SH, column(slot, k), zeros_PH)
+        out = sbuf((P, H), nl.bfloat16)
+        for c, width in banks(H):
+            total = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
+            for k in range(K):
+                nisa.nc_matmul(dst=total, stationary=identity, moving=rows[:, k, c : c + width], accumulate=k > 0)
+            nisa.activation(dst=out[:, c : c + width], op=nl.copy, data=total)
+        nisa.dma_copy(dst=out_GQH.ap([[H, P], [1, H]], offset=first_row * H, scalar_offset=i), src=out)
+
+    nl.fori_loop(0, G, sum_tile)
+    return out_GQH
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -417,9 +792,16 @@ def kernel_weights(w1_EIH: Tensor, w2_EHI: Tensor, w3_EIH: Tensor) -> tuple[Tens
     return tuple(w.detach().transpose(1, 2).contiguous() for w in (w1_EIH, w2_EHI, w3_EIH))
 
 
-def _launch(kernel, *args):
-    """Run a kernel on both cores; tensors in, tensors out. The stand-in and the hardware path look the same."""
-    return kernel[CORES](*args)
+def _launch(backend: str, kernel, *args):
+    """Run a kernel on both cores: PyTorch tensors in, PyTorch tensors out."""
+    launched = kernel[CORES]
+    return nki.simulate(launched)(*args) if backend == "simulate" else launched(*args)
+
+
+def _combine(backend: str, rows_NBH: Tensor, slots: Slots) -> Tensor:
+    R, K = slots.pair_slot_RK.shape
+    groups_GQK = slots.pair_slot_RK.view(-1, CORES * P, K)
+    return _launch(backend, combine_kernel, rows_NBH.flatten(0, 1), groups_GQK).view(R, -1)
 
 
 def _experts_forward(
@@ -441,8 +823,14 @@ def _experts_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out [R, H], and gate and up [N, B, I], which are outputs because backward needs them."""
     slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21)
-    y_NBH, g_NBI, u_NBI = experts_forward_reference(x_TH, w1_EHI, w3_EHI, w2_EIH, slots)
-    return combine_reference(y_NBH, slots), g_NBI, u_NBI
+    if backend == "reference":
+        y_NBH, g_NBI, u_NBI = experts_forward_reference(x_TH, w1_EHI, w3_EHI, w2_EIH, slots)
+        return combine_reference(y_NBH, slots), g_NBI, u_NBI
+    weights = (w1_EHI, w3_EHI, w2_EIH)
+    y_NBH, g_NBI, u_NBI = _launch(
+        backend, experts_forward_kernel, x_TH, *weights, token_NB, weight_NB, walk_WV, trips_21
+    )
+    return _combine(backend, y_NBH, slots), g_NBI, u_NBI
 
 
 def _experts_backward(
@@ -464,11 +852,18 @@ def _experts_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx [R, H], dweight [N, B], dw1, dw2, dw3 in the parameter layout."""
     slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21)
-    dx_NBH, dg_NBI, du_NBI, a_NBI, dweight_NB = experts_backward_reference(
-        dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, slots
+    weights = (w1_EIH, w3_EIH, w2_EHI)
+    if backend == "reference":
+        dx_NBH, *slot_grads, dweight_NB = experts_backward_reference(dout_RH, g_NBI, u_NBI, *weights, slots)
+        dw1_EIH, dw2_EHI, dw3_EIH = weight_gradients_reference(x_TH, dout_RH, *slot_grads, slots)
+        return combine_reference(dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
+    tables = (token_NB, weight_NB, walk_WV, trips_21)
+    dx_NBH, *slot_grads, dweight_NB = _launch(
+        backend, experts_backward_kernel, dout_RH, g_NBI, u_NBI, *weights, *tables
     )
-    dw1_EIH, dw2_EHI, dw3_EIH = weight_gradients_reference(x_TH, dout_RH, dg_NBI, du_NBI, a_NBI, slots)
-    return combine_reference(dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
+    tables = (token_NB, expert_walk_WV, trips_21, len(w1_EIH))
+    dw1_EIH, dw2_EHI, dw3_EIH = _launch(backend, weight_gradients_kernel, x_TH, dout_RH, *slot_grads, *tables)
+    return _combine(backend, dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
 
 
 def _forward_shapes(x_TH, w1_EIH, w2_EHI, w3_EIH, w1_EHI, w2_EIH, w3_EHI, weight_NB, token_NB, pair_slot_RK, *_):
