@@ -24,11 +24,11 @@ the simulator where the package is installed (not run here):
 
 `NKI_STAND_IN=1` forces the stand-in although the official package is there (the cost report needs the stand-in).
 
-Legend of the shape suffixes (capitals are dims, sizes of one rank):
+Legend of the shape suffixes (sizes of one rank; a digit is a literal size):
     T tokens    K experts per token (top-k)   R tokens rounded up to 256, so both cores combine whole tiles
-    E experts   H hidden                      I expert width                    F = E + 1
-    N blocks    B slots per block             S = N * B slots                   P 128 partitions, J tiles of 128 slots
-    C cores     W = C * N visits              V columns of a visit              M, D any row length
+    E experts   H hidden                      I expert width              F = E + 1      L = T * K pairs
+    N blocks    B slots per block             S = N * B slots             P 128 partitions, J tiles of 128 slots
+    C cores     W visits of both walks        V columns of a visit        M, D any row count and length
 """
 
 import importlib.util
@@ -142,7 +142,7 @@ def check_shapes(
     for name, value in {"hidden": hidden, "expert_width": expert_width}.items():
         if value < P or value % P:
             refuse(f"{name} = {value}", f"it must be a multiple of {P}, the partitions of the tensor engine")
-    for kernel, needed in sbuf_bytes(hidden, expert_width, block_tokens).items():
+    for kernel, needed in sbuf_bytes(hidden, expert_width, top_k, block_tokens).items():
         if needed > SBUF_BYTES:
             refuse(
                 f"{kernel} with hidden = {hidden}, expert_width = {expert_width}, block_tokens = {block_tokens} needs "
@@ -156,16 +156,15 @@ def check_shapes(
         refuse(f"the largest tensor of one layer has {largest:,} bytes", "the limit is 4 GiB: fewer tokens or experts")
 
 
-def sbuf_bytes(hidden: int, expert_width: int, block_tokens: int) -> dict[str, int]:
-    """Most bytes of SBUF that each kernel holds at once, per partition (the tests compare with what is measured)."""
+def sbuf_bytes(hidden: int, expert_width: int, top_k: int, block_tokens: int) -> dict[str, int]:
+    """Most bytes of SBUF that each kernel holds at once, per partition (a test compares with what is measured)."""
     H, I, J = hidden, expert_width, block_tokens // P
-    weights = 3 * H * I // P * 2
-    tables = 512  # ids, router weights and visit rows: a few bytes each
-    return {
-        "experts_forward": weights + 2 * (2 * H + H) + J * (2 * 3 * I + 2 * H) + 4 * I + 2 * I + tables,
-        "experts_backward": weights + 2 * (2 * H + H) + J * (2 * 5 * I + 2 * H) + 4 * 6 * I + tables,
-        "weight_gradients": 2 * weights + 2 * H + J * (2 * 2 * H + 2 * 3 * I) + tables,
-        "combine": 2 * H * 4 + 2 * P + tables,
+    weights, tables = 3 * H * I // P * 2, 256 + 8 * J
+    return {  # weights or sums; zero row; tensors of the block; tensors of the tile, the next one's included
+        "experts_forward": weights + 2 * H + J * (6 * I + 2 * H) + max(6 * H + 4 * I, 4 * H + 8 * I) + tables,
+        "experts_backward": weights + 2 * H + J * (10 * I + 2 * H) + max(6 * H + 18 * I, 4 * H + 26 * I) + tables,
+        "weight_gradients": 2 * weights + 2 * H + J * (4 * H + 6 * I) + tables,
+        "combine": 2 * H + (top_k + 1) * 2 * H + 2 * P + 4 * top_k + tables,
     }
 
 
@@ -210,9 +209,11 @@ def slot_bytes(
 # ------------------------------------------------------------------------------------------------------------------
 
 # Columns of a visit: the block; the expert whose weights to load before it (E: keep what is there) and to prefetch
-# after it; the expert whose gradients are complete after it (E: none); 0 if it starts an expert, else 1.
-BLOCK, LOAD, NEXT, STORE, KEEP = range(5)
-VISIT = 5
+# after it; the expert whose gradients are complete after it (E: none); 0 if it starts an expert, else 1; and the
+# number of visits each core makes. Two unused columns make a row 32 bytes.
+BLOCK, LOAD, NEXT, STORE, KEEP, TRIPS = range(6)
+VISIT = 8
+BLOCK_WALK, EXPERT_WALK = range(2)
 
 
 class Slots(NamedTuple):
@@ -222,9 +223,9 @@ class Slots(NamedTuple):
     weight_NB: Tensor  # router weight of each slot (fp32, or fp64 from fp64), 0 in a pad slot; differentiable
     pair_slot_RK: Tensor  # slot of each pair; -1 if its expert is not local, and in the pad rows
     first_block_F: Tensor  # expert e owns blocks first_block[e] .. first_block[e + 1]; the last entry is the used count
-    walk_WV: Tensor  # visits of forward and backward: the used blocks halved between the cores
-    expert_walk_WV: Tensor  # visits of the weight gradients: whole experts per core, so nobody adds across cores
-    trips_21: Tensor  # visits per core in the two walks, equal on both cores: unequal loops hang the device
+    visits_WV: Tensor  # [2 walks, 2 cores, N visits] flattened: what each core does, in order. The block walk halves
+    # the used blocks between the cores; the expert walk (weight gradients) gives each core whole experts, so that
+    # nobody adds across cores. Both cores make equally many visits: unequal device loops hang.
 
 
 def build_slots(
@@ -266,17 +267,15 @@ def build_slots(
 
     # Visits. Halving by blocks balances the cores to one block (the spare one, if the count is odd); halving by
     # experts gives core 0 those whose middle lies in the first half.
-    used = first_block_F[-1:]
+    used, zero = first_block_F[-1:], 0 * first_block_F[-1:]
     half = (used + 1) >> 1
+    on_core_0_E = first_block_F[1:] + first_block_F[:-1] <= used
+    border = (blocks_E * on_core_0_E).sum(0, keepdim=True, dtype=torch.int32)
     expert_N = (torch.arange(N, **int32).unsqueeze(1) >= first_block_F[1:]).sum(1, dtype=torch.int32).clamp(max=E - 1)
-    walk_WV = _walk(torch.cat([0 * half, half]), torch.cat([half, 2 * half]), expert_N, E)
-    on_core_0 = first_block_F[1:] + first_block_F[:-1] <= used
-    border = (blocks_E * on_core_0).sum(0, keepdim=True, dtype=torch.int32)
-    expert_walk_WV = _walk(torch.cat([0 * border, border]), torch.cat([border, used]), expert_N, E)
-    trips_21 = torch.stack([half, torch.maximum(border, used - border)])
-    return Slots(
-        token_S.view(N, B), weight_S.view(N, B), pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21
-    )
+    block_walk = _walk(torch.cat([zero, half]), torch.cat([half, 2 * half]), expert_N, E)
+    expert_walk = _walk(torch.cat([zero, border]), torch.cat([border, used]), expert_N, E)
+    visits_WV = torch.cat([block_walk, expert_walk])
+    return Slots(token_S.view(N, B), weight_S.view(N, B), pair_slot_RK, first_block_F, visits_WV)
 
 
 def _walk(start_C: Tensor, stop_C: Tensor, expert_N: Tensor, n_experts: int) -> Tensor:
@@ -284,14 +283,16 @@ def _walk(start_C: Tensor, stop_C: Tensor, expert_N: Tensor, n_experts: int) -> 
     trip_N = torch.arange(len(expert_N), dtype=torch.int32, device=expert_N.device)
     block_CN = torch.minimum(start_C[:, None] + trip_N, stop_C[:, None] - 1).clamp(min=0)
     is_visit_CN = trip_N < (stop_C - start_C)[:, None]
+    has_next_CN = F.pad(is_visit_CN[:, 1:], (0, 1))
     expert_CN = expert_N[block_CN]
     is_new_CN = F.pad(expert_CN[:, 1:] != expert_CN[:, :-1], (1, 0), value=True)
     load_CN = torch.where(is_new_CN, expert_CN, n_experts)
-    next_CN = torch.where(F.pad(is_visit_CN[:, 1:], (0, 1)), F.pad(load_CN[:, 1:], (0, 1)), n_experts)
-    is_last_CN = is_visit_CN & ~(F.pad(is_visit_CN[:, 1:], (0, 1)) & F.pad(~is_new_CN[:, 1:], (0, 1)))
+    next_CN = torch.where(has_next_CN, F.pad(load_CN[:, 1:], (0, 1)), n_experts)
+    is_last_CN = is_visit_CN & ~(has_next_CN & F.pad(~is_new_CN[:, 1:], (0, 1)))
     store_CN = torch.where(is_last_CN, expert_CN, n_experts)
-    visits_CNV = torch.stack([block_CN, load_CN, next_CN, store_CN, (~is_new_CN).to(torch.int32)], dim=-1)
-    return visits_CNV.to(torch.int32).flatten(0, 1)
+    trips_CN = (stop_C - start_C).amax().expand_as(block_CN)
+    visits_CNV = torch.stack([block_CN, load_CN, next_CN, store_CN, ~is_new_CN, trips_CN], dim=-1)
+    return F.pad(visits_CNV, (0, VISIT - 6)).flatten(0, 1)
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ def _unwritten(like: Tensor, *shape: int) -> Tensor:
 #   - a device loop over visits, whose trip count is data; no arithmetic on its variable, so every table is shaped
 #     such that `scalar_offset` times a row is the place wanted;
 #   - what outlives a visit (weights, sums) is in SBUF outside the loop; PSUM tiles are allocated inside it;
-#   - both cores make the same number of trips and differ only in the rows of `walk_WV` they read;
+#   - both cores make the same number of trips and differ only in the rows of `visits_WV` they read;
 #   - tokens are the stationary operand and weights the moving one, so even a tile of 128 tokens streams 512 columns.
 # Slot s of a block sits on partition s // J as tile s % J: a whole block moves in one DMA with J rows per partition.
 
@@ -341,6 +342,11 @@ def sbuf(shape, dtype):
 
 def output(shape, dtype):
     return nl.ndarray(shape, dtype=dtype, buffer=nl.shared_hbm)
+
+
+def this_core():
+    assert nl.num_programs(axes=0) == CORES, "launch the kernels on both cores of LNC=2: kernel[2](...)"
+    return nl.program_id(axis=0)
 
 
 def column(tile, j):
@@ -359,20 +365,21 @@ def multiply(dst, a, b):
     nisa.tensor_tensor(dst=dst, data1=a, data2=b, op=nl.multiply, engine=nisa.engine.vector)
 
 
-def visit_tables(walk_WV, trips_21, which):
-    """First row of this core in the walk, and its trip count in a register."""
-    n_visits = walk_WV.shape[0] // CORES
+def start_walk(visits_WV, walk):
+    """Offset of this core's first visit in one of the walks, and its trip count in a register."""
+    n_visits = visits_WV.shape[0] // (2 * CORES)
+    first_visit = (walk * CORES + this_core()) * n_visits * VISIT
     trips = sbuf((1, 1), nl.int32)
-    nisa.dma_copy(dst=trips, src=trips_21.ap([[1, 1], [1, 1]], offset=which))
+    nisa.dma_copy(dst=trips, src=visits_WV.ap([[1, 1], [1, 1]], offset=first_visit + TRIPS))
     n_trips = nisa.register_alloc()
     nisa.register_load(n_trips, trips)
-    return nl.program_id(0) * n_visits * VISIT, n_trips
+    return first_visit, n_trips
 
 
-def load_visit(walk_WV, first_visit, i):
+def load_visit(visits_WV, first_visit, i):
     """Row i (None: the first) of this core's walk: a [1, V] tile whose columns serve as scalar offsets."""
     visit = sbuf((1, VISIT), nl.int32)
-    nisa.dma_copy(dst=visit, src=walk_WV.ap([[VISIT, 1], [1, VISIT]], offset=first_visit, scalar_offset=i))
+    nisa.dma_copy(dst=visit, src=visits_WV.ap([[VISIT, 1], [1, VISIT]], offset=first_visit, scalar_offset=i))
     return visit
 
 
@@ -423,19 +430,19 @@ def transposed(src_PD):
         count = min(8, n - first)
         bank = nl.ndarray((P, count, P), dtype=nl.bfloat16, buffer=nl.psum)
         for j in range(count):
-            column = (first + j) * P
-            nisa.nc_transpose(dst=bank[:, j, :], data=src_PD[:, column : column + P])
+            start = (first + j) * P
+            nisa.nc_transpose(dst=bank[:, j, :], data=src_PD[:, start : start + P])
         nisa.tensor_copy(dst=out[:, first : first + count, :], src=bank, engine=nisa.engine.vector)
     return out
 
 
-def product(terms, column, width):
-    """PSUM [P, width] fp32 = sum over terms (a_T [128, M / 128, P], w [128, M / 128, D]) of a @ w[:, column ...]."""
+def product(terms, start, width):
+    """PSUM [P, width] fp32 = sum over terms (a_T [128, M / 128, P], w [128, M / 128, D]) of a @ w[:, start ...]."""
     out = nl.ndarray((P, width), dtype=nl.float32, buffer=nl.psum)
     started = False
     for a_T, w in terms:
         for m in range(w.shape[1]):
-            moving = w[:, m, column : column + width]
+            moving = w[:, m, start : start + width]
             nisa.nc_matmul(dst=out, stationary=a_T[:, m, :], moving=moving, accumulate=started)
             started = True
     return out
@@ -463,10 +470,10 @@ def experts_forward_reference(
 
 
 @nki.jit
-def experts_forward_kernel(x_TH, w1_EHI, w3_EHI, w2_EIH, token_NB, weight_NB, walk_WV, trips_21):
+def experts_forward_kernel(x_TH, w1_EHI, w3_EHI, w2_EIH, token_NB, weight_NB, visits_WV):
     """y [N, B, H] (times the router weight), gate and up [N, B, I]; bf16; blocks no core visits stay unwritten.
 
-    x_TH bf16 [T, H]; w1, w3 bf16 [E, H, I]; w2 bf16 [E, I, H]; token_NB int32; weight_NB fp32; walk and trips int32.
+    x_TH bf16 [T, H]; w1, w3 bf16 [E, H, I]; w2 bf16 [E, I, H]; token_NB int32; weight_NB fp32; visits int32.
     Limits: `check_shapes`. SBUF: `sbuf_bytes`. PSUM: 2 banks.
 
     load the first expert
@@ -485,14 +492,14 @@ def experts_forward_kernel(x_TH, w1_EHI, w3_EHI, w2_EIH, token_NB, weight_NB, wa
     w3 = sbuf((P, H // P, I), nl.bfloat16)
     w2 = sbuf((P, I // P, H), nl.bfloat16)
     zeros_PH = zeros(H)
-    first_visit, n_trips = visit_tables(walk_WV, trips_21, 0)
-    first = load_visit(walk_WV, first_visit, None)
+    first_visit, n_trips = start_walk(visits_WV, BLOCK_WALK)
+    first = load_visit(visits_WV, first_visit, None)
     load_weight(w1, w1_EHI, column(first, LOAD))
     load_weight(w3, w3_EHI, column(first, LOAD))
     load_weight(w2, w2_EIH, column(first, LOAD))
 
     def visit_block(i):
-        visit = load_visit(walk_WV, first_visit, i)
+        visit = load_visit(visits_WV, first_visit, i)
         block, next_expert = column(visit, BLOCK), column(visit, NEXT)
         token, weight = load_block(token_NB, block), load_block(weight_NB, block)
         g = sbuf((P, B // P, I), nl.bfloat16)
@@ -558,7 +565,7 @@ def experts_backward_reference(
 
 
 @nki.jit
-def experts_backward_kernel(dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, token_NB, weight_NB, walk_WV, trips_21):
+def experts_backward_kernel(dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, token_NB, weight_NB, visits_WV):
     """dx [N, B, H], dgate, dup, weight * act [N, B, I] in bf16, dweight [N, B] fp32; unvisited blocks stay unwritten.
 
     dout_RH bf16 [R, H]; gate, up bf16 [N, B, I]; w1, w3 [E, I, H] and w2 [E, H, I] bf16, the parameter layout: no copy.
@@ -585,14 +592,14 @@ def experts_backward_kernel(dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, token
     w3 = sbuf((P, I // P, H), nl.bfloat16)
     w2 = sbuf((P, H // P, I), nl.bfloat16)
     zeros_PH = zeros(H)
-    first_visit, n_trips = visit_tables(walk_WV, trips_21, 0)
-    first = load_visit(walk_WV, first_visit, None)
+    first_visit, n_trips = start_walk(visits_WV, BLOCK_WALK)
+    first = load_visit(visits_WV, first_visit, None)
     load_weight(w2, w2_EHI, column(first, LOAD))
     load_weight(w1, w1_EIH, column(first, LOAD))
     load_weight(w3, w3_EIH, column(first, LOAD))
 
     def visit_block(i):
-        visit = load_visit(walk_WV, first_visit, i)
+        visit = load_visit(visits_WV, first_visit, i)
         block, next_expert = column(visit, BLOCK), column(visit, NEXT)
         token, weight = load_block(token_NB, block), load_block(weight_NB, block)
         g, u = load_block(g_NBI, block), load_block(u_NBI, block)
@@ -660,7 +667,7 @@ def weight_gradients_reference(
 
 
 @nki.jit
-def weight_gradients_kernel(x_TH, dout_RH, dg_NBI, du_NBI, a_NBI, token_NB, walk_WV, trips_21, n_experts):
+def weight_gradients_kernel(x_TH, dout_RH, dg_NBI, du_NBI, a_NBI, token_NB, visits_WV, n_experts):
     """dw1 [E, I, H], dw2 [E, H, I], dw3 [E, I, H] in bf16, all written (an idle expert owns an empty block).
 
     x_TH, dout_RH bf16 rows; dgate, dup, weight * act bf16 [N, B, I] of `experts_backward`; walk: by whole experts.
@@ -679,22 +686,23 @@ def weight_gradients_kernel(x_TH, dout_RH, dg_NBI, du_NBI, a_NBI, token_NB, walk
     dw3_EIH = output((n_experts, I, H), nl.bfloat16)
     sums1, sums2, sums3 = zero_sums(I, H), zero_sums(H, I), zero_sums(I, H)
     zeros_PH = zeros(H)
-    first_visit, n_trips = visit_tables(walk_WV, trips_21, 1)
+    first_visit, n_trips = start_walk(visits_WV, EXPERT_WALK)
 
     def visit_block(i):
-        visit = load_visit(walk_WV, first_visit, i)
+        visit = load_visit(visits_WV, first_visit, i)
         block, store_expert = column(visit, BLOCK), column(visit, STORE)
         keep = sbuf((P, 1), nl.float32)  # the same 0 or 1 on every partition
-        nisa.dma_copy(dst=keep, src=walk_WV.ap([[0, P], [1, 1]], offset=first_visit + KEEP, scalar_offset=i))
+        nisa.dma_copy(dst=keep, src=visits_WV.ap([[0, P], [1, 1]], offset=first_visit + KEEP, scalar_offset=i))
         token = load_block(token_NB, block)
         x = sbuf((P, B // P, H), nl.bfloat16)
         dout = sbuf((P, B // P, H), nl.bfloat16)
         for j in range(B // P):
             gather_rows(x[:, j, :], x_TH, column(token, j), zeros_PH)
             gather_rows(dout[:, j, :], dout_RH, column(token, j), zeros_PH)
-        add_block(sums1, load_block(dg_NBI, block), x, keep, dw1_EIH, store_expert)
-        add_block(sums3, load_block(du_NBI, block), x, keep, dw3_EIH, store_expert)
-        add_block(sums2, dout, load_block(a_NBI, block), keep, dw2_EHI, store_expert)
+        dg, du, a = load_block(dg_NBI, block), load_block(du_NBI, block), load_block(a_NBI, block)
+        add_block(sums1, dg, x, keep, dw1_EIH, store_expert)
+        add_block(sums3, du, x, keep, dw3_EIH, store_expert)
+        add_block(sums2, dout, a, keep, dw2_EHI, store_expert)
 
     nl.fori_loop(0, n_trips, visit_block)
     return dw1_EIH, dw2_EHI, dw3_EIH
@@ -753,7 +761,7 @@ def combine_kernel(rows_SH, pair_slot_GQK):
     G, Q, K = pair_slot_GQK.shape
     H = rows_SH.shape[1]
     out_GQH = output((G, Q, H), nl.bfloat16)
-    first_row = nl.program_id(0) * P
+    first_row = this_core() * P
     identity = nl.shared_identity_matrix(P, dtype=nl.bfloat16)
     zeros_PH = zeros(H)
 
@@ -816,20 +824,16 @@ def _experts_forward(
     token_NB: Tensor,
     pair_slot_RK: Tensor,
     first_block_F: Tensor,
-    walk_WV: Tensor,
-    expert_walk_WV: Tensor,
-    trips_21: Tensor,
+    visits_WV: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out [R, H], and gate and up [N, B, I], which are outputs because backward needs them."""
-    slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21)
+    slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, visits_WV)
     if backend == "reference":
         y_NBH, g_NBI, u_NBI = experts_forward_reference(x_TH, w1_EHI, w3_EHI, w2_EIH, slots)
         return combine_reference(y_NBH, slots), g_NBI, u_NBI
     weights = (w1_EHI, w3_EHI, w2_EIH)
-    y_NBH, g_NBI, u_NBI = _launch(
-        backend, experts_forward_kernel, x_TH, *weights, token_NB, weight_NB, walk_WV, trips_21
-    )
+    y_NBH, g_NBI, u_NBI = _launch(backend, experts_forward_kernel, x_TH, *weights, token_NB, weight_NB, visits_WV)
     return _combine(backend, y_NBH, slots), g_NBI, u_NBI
 
 
@@ -845,23 +849,21 @@ def _experts_backward(
     token_NB: Tensor,
     pair_slot_RK: Tensor,
     first_block_F: Tensor,
-    walk_WV: Tensor,
-    expert_walk_WV: Tensor,
-    trips_21: Tensor,
+    visits_WV: Tensor,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx [R, H], dweight [N, B], dw1, dw2, dw3 in the parameter layout."""
-    slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, walk_WV, expert_walk_WV, trips_21)
+    slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, visits_WV)
     weights = (w1_EIH, w3_EIH, w2_EHI)
     if backend == "reference":
         dx_NBH, *slot_grads, dweight_NB = experts_backward_reference(dout_RH, g_NBI, u_NBI, *weights, slots)
         dw1_EIH, dw2_EHI, dw3_EIH = weight_gradients_reference(x_TH, dout_RH, *slot_grads, slots)
         return combine_reference(dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
-    tables = (token_NB, weight_NB, walk_WV, trips_21)
+    tables = (token_NB, weight_NB, visits_WV)
     dx_NBH, *slot_grads, dweight_NB = _launch(
         backend, experts_backward_kernel, dout_RH, g_NBI, u_NBI, *weights, *tables
     )
-    tables = (token_NB, expert_walk_WV, trips_21, len(w1_EIH))
+    tables = (token_NB, visits_WV, len(w1_EIH))
     dw1_EIH, dw2_EHI, dw3_EIH = _launch(backend, weight_gradients_kernel, x_TH, dout_RH, *slot_grads, *tables)
     return _combine(backend, dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
 
@@ -889,7 +891,7 @@ def _backward(ctx, dout_RH, _dg, _du):
     token_NB = rest[6]
     dx_RH, dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH = experts_backward_op(dout_RH.contiguous(), x_TH, *rest, ctx.backend)
     dweight_NB = torch.where(token_NB >= 0, dweight_NB, 0)  # blocks beyond the used ones are unwritten memory
-    no_grad_inputs = (None,) * 7  # tables and backend
+    no_grad_inputs = (None,) * 5  # tables and backend
     return dx_RH[: len(x_TH)], dw1_EIH, dw2_EHI, dw3_EIH, None, None, None, dweight_NB, *no_grad_inputs
 
 
@@ -976,14 +978,6 @@ def expert_layer(
         else:
             forward_weights = kernel_weights(w1_EIH, w2_EHI, w3_EIH)
     weights = (w1_EIH, w2_EHI, w3_EIH, *forward_weights)
-    tables = (
-        slots.weight_NB,
-        slots.token_NB,
-        slots.pair_slot_RK,
-        slots.first_block_F,
-        slots.walk_WV,
-        slots.expert_walk_WV,
-        slots.trips_21,
-    )
+    tables = (slots.weight_NB, slots.token_NB, slots.pair_slot_RK, slots.first_block_F, slots.visits_WV)
     out_RH, _, _ = experts_forward_op(x_TH.contiguous(), *weights, *tables, backend)
     return out_RH[:T]
