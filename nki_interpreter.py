@@ -514,16 +514,7 @@ def _check_not_both_psum(name: str, a: NkiTensor, b: NkiTensor) -> None:
 
 
 def tensor_scalar(
-    dst,
-    data,
-    op0,
-    operand0,
-    reverse0=False,
-    op1=None,
-    operand1=None,
-    reverse1=False,
-    engine=Engine.unknown,
-    name=None,
+    dst, data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, engine=Engine.unknown, name=None
 ):
     _check_lanes("tensor_scalar", dst, data)
     _require(op1 is None and not reverse0, "tensor_scalar: one operator, not reversed, is the supported part")
@@ -611,13 +602,7 @@ def nc_transpose(dst, data, engine=Engine.unknown, name=None):
 
 
 def dma_copy(
-    dst,
-    src,
-    priority=None,
-    oob_mode=OobMode.error,
-    dge_mode=DgeMode.unknown,
-    engine=Engine.unknown,
-    name=None,
+    dst, src, priority=None, oob_mode=OobMode.error, dge_mode=DgeMode.unknown, engine=Engine.unknown, name=None
 ):
     """Move, converting dtypes; src may gather rows. Out of bounds is an error, or skipped: dst keeps what it had."""
     core, skip = _running(), oob_mode is OobMode.skip

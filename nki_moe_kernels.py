@@ -31,6 +31,7 @@ Legend of the shape suffixes (sizes of one rank; a digit is a literal size):
     C cores     W visits of both walks        V columns of a visit        M, D any row count and length
 """
 
+import argparse
 import importlib.util
 import itertools
 import os
@@ -117,13 +118,7 @@ def resolve_backend(kernels: str, device_type: str) -> str:
 
 
 def check_shapes(
-    n_tokens: int,
-    hidden: int,
-    expert_width: int,
-    n_experts: int,
-    n_local_experts: int,
-    top_k: int,
-    block_tokens: int,
+    n_tokens: int, hidden: int, expert_width: int, n_experts: int, n_local_experts: int, top_k: int, block_tokens: int
 ) -> None:
     """Refuse, by name and before anything runs, what the kernels cannot do. Every backend has the same limits."""
 
@@ -180,13 +175,7 @@ def num_blocks(n_tokens: int, top_k: int, n_local_experts: int, n_experts: int, 
 
 
 def slot_bytes(
-    n_tokens: int,
-    hidden: int,
-    expert_width: int,
-    n_experts: int,
-    n_local_experts: int,
-    top_k: int,
-    block_tokens: int,
+    n_tokens: int, hidden: int, expert_width: int, n_experts: int, n_local_experts: int, top_k: int, block_tokens: int
 ) -> dict[str, int]:
     """Bytes of one layer's slot tensors, in bf16, for the dry run. A dropless layer must reserve the worst routing.
 
@@ -981,3 +970,121 @@ def expert_layer(
     tables = (slots.weight_NB, slots.token_NB, slots.pair_slot_RK, slots.first_block_F, slots.visits_WV)
     out_RH, _, _ = experts_forward_op(x_TH.contiguous(), *weights, *tables, backend)
     return out_RH[:T]
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Cost report: python nki_moe_kernels.py
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class KernelCost(NamedTuple):
+    """What one kernel issues, counted by the interpreter while it runs the kernel's own source on both cores."""
+
+    kernel: str
+    seconds: dict[str, float]  # busy time of each engine of the busier core
+    matmul_ratio: float  # tensor engine cycles, transposes included, over those of the products of the used blocks
+    bytes_ratio: float  # HBM bytes moved, over every needed byte moved once
+    hbm_bytes: int
+    bytes_per_descriptor: float
+    peak_sbuf_bytes: int
+    peak_psum_banks: int
+
+
+def cost_report(
+    n_tokens: int, hidden: int, expert_width: int, n_experts: int, n_local_experts: int, top_k: int, block_tokens: int
+) -> list[KernelCost]:
+    """Costs of the four kernels under a balanced routing. Every visit of the real shape runs; only floats are skipped.
+
+    Raises ValueError outside `check_shapes`, RuntimeError if the kernels are bound to the official nki.
+    """
+    if NKI_IS_REAL:
+        raise RuntimeError("the cost report counts in nki_interpreter.py: set NKI_STAND_IN=1")
+    T, H, I, E, K, B = n_tokens, hidden, expert_width, n_local_experts, top_k, block_tokens
+    check_shapes(T, H, I, n_experts, E, K, B)
+    ids_TK = (torch.arange(T)[:, None] + torch.arange(K) * (n_experts // K)) % n_experts
+    slots = build_slots(ids_TK, torch.ones(T, K), 0, E, B)
+    token_NB, weight_NB, pair_slot_RK, first_block_F, visits_WV = slots
+    N, R = len(token_NB), len(pair_slot_RK)
+
+    def empty(*shape):  # uninitialised: no page of it is ever touched
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    x, slot_H, slot_I, w_IH, w_HI = empty(T, H), empty(N, B, H), empty(N, B, I), empty(E, I, H), empty(E, H, I)
+    tables = (token_NB, weight_NB, visits_WV)
+    with nki.record(numerics=False) as runs:
+        experts_forward_kernel[CORES](x, w_HI, w_HI, w_IH, *tables)
+        experts_backward_kernel[CORES](empty(R, H), slot_I, slot_I, w_IH, w_IH, w_HI, *tables)
+        weight_gradients_kernel[CORES](x, empty(R, H), slot_I, slot_I, slot_I, token_NB, visits_WV, E)
+        combine_kernel[CORES](slot_H.flatten(0, 1), pair_slot_RK.view(-1, CORES * P, K))
+
+    pairs = int((token_NB >= 0).sum())
+    rows = token_NB[token_NB >= 0].unique().numel()
+    weights = 3 * E * H * I
+    products = int(first_block_F[-1]) * B // P * 3 * H * I // P  # cycles: 128 tokens x 128 rows x 1 column each
+    needed = {  # (tensor engine cycles, bf16 elements) of each kernel if nothing is done or moved twice
+        "experts_forward_kernel": (products, rows * H + weights + pairs * (2 * I + H)),
+        "experts_backward_kernel": (products, rows * H + weights + pairs * (5 * I + H)),
+        "weight_gradients_kernel": (products, 2 * rows * H + weights + pairs * 3 * I),
+        "combine_kernel": (float("nan"), pairs * H + R * H),  # adding is not what the tensor engine is for
+    }
+    return [_kernel_cost(run, *needed[run.kernel]) for run in runs]
+
+
+def _kernel_cost(run, needed_cycles: float, needed_elements: int) -> KernelCost:
+    counts = [core.counts for core in run.cores]
+    seconds = [core.seconds() for core in run.cores]
+    cycles = sum(c["matmul_cycles"] + c["transpose_cycles"] for c in counts)
+    hbm_bytes = sum(c["hbm_bytes"] for c in counts)
+    return KernelCost(
+        kernel=run.kernel.removesuffix("_kernel"),
+        seconds={engine: max(s[engine] for s in seconds) for engine in seconds[0]},
+        matmul_ratio=cycles / needed_cycles,
+        bytes_ratio=hbm_bytes / (2 * needed_elements),
+        hbm_bytes=hbm_bytes,
+        bytes_per_descriptor=hbm_bytes / sum(c["descriptors"] for c in counts),
+        peak_sbuf_bytes=max(c["peak_sbuf_bytes"] for c in counts),
+        peak_psum_banks=max(c["peak_psum_banks"] for c in counts),
+    )
+
+
+def print_report(tokens: int, sizes: dict[str, int]) -> None:
+    costs = cost_report(tokens, **sizes)
+    per_expert = tokens * sizes["top_k"] / sizes["n_experts"]
+    print(f"\n{tokens} tokens, {per_expert:g} routed tokens per expert, {sizes}")
+    engines = list(costs[0].seconds)
+    print(
+        f"{'kernel':18}"
+        + "".join(f"{e + ' us':>11}" for e in engines)
+        + "   bound   matmul x  bytes x   HBM MB  B/desc"
+    )
+    for c in costs:
+        times = "".join(f"{c.seconds[e] * 1e6:11.0f}" for e in engines)
+        bound = max(c.seconds, key=c.seconds.get)
+        print(
+            f"{c.kernel:18}{times}   {bound:8}{c.matmul_ratio:8.3f}{c.bytes_ratio:9.3f}{c.hbm_bytes / 1e6:9.1f}"
+            f"{c.bytes_per_descriptor:8.0f}   SBUF {c.peak_sbuf_bytes:,} of {SBUF_BYTES:,} B, PSUM {c.peak_psum_banks} of 8 banks"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Cost report of the expert kernels on one logical core (LNC=2) of trn2"
+    )
+    defaults = {"tokens": 4096, "hidden": 2048, "expert_width": 768, "experts": 128, "local_experts": 32, "top_k": 8}
+    for name, value in {**defaults, "block_tokens": 256}.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    a = parser.parse_args()
+    sizes = {"hidden": a.hidden, "expert_width": a.expert_width, "n_experts": a.experts}
+    sizes |= {"n_local_experts": a.local_experts, "top_k": a.top_k, "block_tokens": a.block_tokens}
+    print("Times by documented rates if nothing ever waits; us of the busier physical core. x: ratio to the ideal.")
+    target = 512 * a.experts // a.top_k
+    for tokens in dict.fromkeys((a.tokens, target)):
+        print_report(tokens, sizes)
+    copy_bytes = 2 * 3 * a.local_experts * a.hidden * a.expert_width * 2
+    print(
+        f"\nkernel_weights moves {copy_bytes / 1e6:.0f} MB: {copy_bytes / 725e9 * 1e6:.0f} us at 725 GB/s per logical core"
+    )
+
+
+if __name__ == "__main__":
+    main()
