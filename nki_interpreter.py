@@ -231,7 +231,7 @@ class NkiTensor:
         """Integers, slices and `...`. On chip, dim 0 is the partition dim and always stays."""
         _require(self.rows is None and self.in_bounds, "a dynamic view cannot be indexed again")
         key = key if isinstance(key, tuple) else (key,)
-        if Ellipsis in key:
+        if any(k is Ellipsis for k in key):
             at = key.index(Ellipsis)
             key = key[:at] + (slice(None),) * (len(self.shape) - len(key) + 1) + key[at + 1 :]
         _require(len(key) <= len(self.shape), f"{len(key)} indices for {self.storage}")

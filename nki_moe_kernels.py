@@ -1047,43 +1047,38 @@ def _kernel_cost(run, needed_cycles: float, needed_elements: int) -> KernelCost:
     )
 
 
-def print_report(tokens: int, sizes: dict[str, int]) -> None:
-    costs = cost_report(tokens, **sizes)
-    per_expert = tokens * sizes["top_k"] / sizes["n_experts"]
-    print(f"\n{tokens} tokens, {per_expert:g} routed tokens per expert, {sizes}")
-    engines = list(costs[0].seconds)
+def print_report(n_tokens: int, sizes: dict[str, int]) -> None:
+    costs = cost_report(n_tokens, **sizes)
+    routed = n_tokens * sizes["top_k"] / sizes["n_experts"]
     print(
-        f"{'kernel':18}"
-        + "".join(f"{e + ' us':>11}" for e in engines)
-        + "   bound   matmul x  bytes x   HBM MB  B/desc"
+        f"\n{n_tokens} tokens, {routed:g} routed tokens per expert; {', '.join(f'{k} {v}' for k, v in sizes.items())}"
     )
+    engines = list(costs[0].seconds)
+    columns = [*(f"{engine} us" for engine in engines), "matmul x", "bytes x", "HBM MB", "B/descr", "SBUF KiB", "PSUM"]
+    print(f"{'kernel':18}{'bound':>8}" + "".join(f"{column:>11}" for column in columns))
     for c in costs:
-        times = "".join(f"{c.seconds[e] * 1e6:11.0f}" for e in engines)
         bound = max(c.seconds, key=c.seconds.get)
-        print(
-            f"{c.kernel:18}{times}   {bound:8}{c.matmul_ratio:8.3f}{c.bytes_ratio:9.3f}{c.hbm_bytes / 1e6:9.1f}"
-            f"{c.bytes_per_descriptor:8.0f}   SBUF {c.peak_sbuf_bytes:,} of {SBUF_BYTES:,} B, PSUM {c.peak_psum_banks} of 8 banks"
-        )
+        times = "".join(f"{c.seconds[engine] * 1e6:11.0f}" for engine in engines)
+        ratios = f"{c.matmul_ratio:11.3f}{c.bytes_ratio:11.3f}{c.hbm_bytes / 1e6:11.1f}{c.bytes_per_descriptor:11.0f}"
+        print(f"{c.kernel:18}{bound:>8}{times}{ratios}{c.peak_sbuf_bytes / 1024:11.1f}{c.peak_psum_banks:11}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Cost report of the expert kernels on one logical core (LNC=2) of trn2"
-    )
+    parser = argparse.ArgumentParser(description="Cost of the expert kernels on one logical core (LNC=2) of trn2")
     defaults = {"tokens": 4096, "hidden": 2048, "expert_width": 768, "experts": 128, "local_experts": 32, "top_k": 8}
     for name, value in {**defaults, "block_tokens": 256}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     a = parser.parse_args()
     sizes = {"hidden": a.hidden, "expert_width": a.expert_width, "n_experts": a.experts}
     sizes |= {"n_local_experts": a.local_experts, "top_k": a.top_k, "block_tokens": a.block_tokens}
-    print("Times by documented rates if nothing ever waits; us of the busier physical core. x: ratio to the ideal.")
-    target = 512 * a.experts // a.top_k
-    for tokens in dict.fromkeys((a.tokens, target)):
-        print_report(tokens, sizes)
-    copy_bytes = 2 * 3 * a.local_experts * a.hidden * a.expert_width * 2
+    print("Busy time of each engine on the busier physical core, by documented rates and as if nothing ever waited.")
     print(
-        f"\nkernel_weights moves {copy_bytes / 1e6:.0f} MB: {copy_bytes / 725e9 * 1e6:.0f} us at 725 GB/s per logical core"
+        "x: over the ideal (only the products of used blocks; each needed byte once). Every visit of both cores runs."
     )
+    for n_tokens in dict.fromkeys((a.tokens, 512 * a.experts // a.top_k)):  # as asked, and at 512 tokens per expert
+        print_report(n_tokens, sizes)
+    copied = 2 * 3 * a.local_experts * a.hidden * a.expert_width * 2
+    print(f"\nkernel_weights, where it runs: {copied / 1e6:.0f} MB, {copied / 725e9 * 1e6:.0f} us at 725 GB/s")
 
 
 if __name__ == "__main__":
