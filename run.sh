@@ -18,9 +18,8 @@ CONFIG is looked up from the working directory, then from the repository. ./run.
 
   NPROC          processes on this machine; default: [launch] nproc_per_node of CONFIG
   NNODES         machines of the run (1). The same command runs on each of them
-  RDZV_ENDPOINT  host:port of one of the machines, with a free port; needed if NNODES > 1
-  NODE_RANK      0 on the machine that RDZV_ENDPOINT names, if its host name does not already tell
-  RDZV_ID        a name that the machines of one run share (run)
+  NODE_RANK      number of this machine, from 0. Needed if NNODES > 1, as is:
+  RDZV_ENDPOINT  host:port of machine 0, with a port that is free there and open to the others
   PYTHON         the Python to use, or to make .venv with
 USAGE
 }
@@ -206,14 +205,14 @@ print(tomllib.load(open(sys.argv[1], "rb")).get("launch", {}).get("nproc_per_nod
     if [ "$NNODES" = 1 ]; then
       # Port 0 is any free one, so that two runs do not meet. With localhost nothing looks the host name up, which some
       # machines cannot resolve (pytorch issue 150532).
-      set -- --rdzv_endpoint localhost:0 --local_addr localhost "$@"
+      set -- --rdzv_backend c10d --rdzv_endpoint localhost:0 --local_addr localhost "$@"
     else
-      [ -n "${RDZV_ENDPOINT:-}" ] || fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port, the same on every machine."
-      # c10d numbers the machines itself and ignores --node_rank: NODE_RANK only tells who hosts the rendezvous.
-      set -- --rdzv_endpoint "$RDZV_ENDPOINT" --rdzv_id "${RDZV_ID:-run}" \
-        ${NODE_RANK:+--rdzv_conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)"} "$@"
+      [ -n "${RDZV_ENDPOINT:-}" ] && [[ ${NODE_RANK:-} =~ ^[0-9]+$ ]] && [ "$NODE_RANK" -lt "$NNODES" ] ||
+        fail "NNODES=$NNODES needs RDZV_ENDPOINT=host:port of machine 0, and NODE_RANK=0 ... $((NNODES - 1)) on the machines."
+      # static, not c10d: c10d numbers the machines by host name, so that NODE_RANK would be ignored
+      set -- --rdzv_backend static --rdzv_endpoint "$RDZV_ENDPOINT" --node_rank "$NODE_RANK" "$@"
     fi
-    set -- "$PY" -m torch.distributed.run --nnodes "$NNODES" --nproc_per_node "$nproc" --rdzv_backend c10d "$@"
+    set -- "$PY" -m torch.distributed.run --nnodes "$NNODES" --nproc_per_node "$nproc" "$@"
   fi
   echo "$SHOWN$(printf '%q ' "$@")" >&2
   exec "$@" # torchrun passes signals on to the ranks, and its exit code is ours
