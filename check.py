@@ -34,8 +34,8 @@ NEURON_ENVIRONMENT = (
     "2.14.0': source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate"
 )
 NEURON_PACKAGES = (
-    'Install torch-neuronx "2.14.*", neuronx-cc "2.*" and nki from the Neuron package repository (see the PyTorch setup '
-    "page of the Neuron documentation), or use the machine image. " + NEURON_ENVIRONMENT
+    'Install torch-neuronx "2.14.*", neuronx-cc "2.*" and nki from the Neuron package repository (the Neuron '
+    "documentation's PyTorch setup page has the line), or use the machine image. " + NEURON_ENVIRONMENT
 )
 
 
@@ -79,14 +79,18 @@ def device(facts: dict[str, Any]) -> str:
 
 def diagnose(facts: dict[str, Any]) -> list[str]:
     """Return what is wrong with an environment, each with what to do. Pure: see `gather_facts` for the facts."""
-    problems = []
-    versions, chips = facts["versions"], facts["chips"]
+    return version_problems(facts) + machine_problems(facts)
+
+
+def version_problems(facts: dict[str, Any], files: tuple[str, ...] = ("requirements.txt",)) -> list[str]:
+    """The part of `diagnose` that needs no device: Python and packages, the latter against the pins in files."""
+    problems, versions = [], facts["versions"]
     torch, neuronx = versions.get("torch"), versions.get("torch-neuronx")
-    on_neuron = bool(chips) or is_native_neuron(facts)
     if not (3, 11) <= facts["python"] < (3, 15):
         problems.append(f"Python {dotted(facts['python'])}: 3.11-3.14 is needed. Activate an environment that has it.")
-    elif on_neuron and facts["python"] < (3, 12):
+    elif is_native_neuron(facts) and facts["python"] < (3, 12):
         problems.append(f"Python {dotted(facts['python'])}: Neuron packages exist for 3.12-3.14. {NEURON_ENVIRONMENT}")
+
     placeholders = [name for name in PLACEHOLDERS if is_placeholder(facts, name)]
     if placeholders:
         problems.append(
@@ -95,35 +99,65 @@ def diagnose(facts: dict[str, Any]) -> list[str]:
         )
     if neuronx and "torch-neuronx" not in placeholders:
         if "torch-xla" in versions or version_tuple(neuronx) < (2, 10):
-            found = f"torch-neuronx {neuronx}" + (
-                f" with torch-xla {versions['torch-xla']}" if "torch-xla" in versions else ""
-            )
+            xla = f" with torch-xla {versions['torch-xla']}" if "torch-xla" in versions else ""
             problems.append(
-                f"{found}: the XLA generation, whose last training release is Neuron SDK 2.29. These scripts use the "
-                "native neuron device of SDK 2.33 (torch 2.14). It has the same package name, so take a fresh "
-                f"environment: both cannot share one. {NEURON_PACKAGES}"
+                f"torch-neuronx {neuronx}{xla}: the XLA generation, whose last training release is Neuron SDK 2.29. These "
+                "scripts use the native neuron device of SDK 2.33 (torch 2.14). It has the same package name, so take a "
+                f"fresh environment: both cannot share one. {NEURON_PACKAGES}"
             )
         elif not is_native_neuron(facts):
             problems.append(f"torch-neuronx {neuronx}: a pre-release; 2.14 (or 2.13) is needed. {NEURON_PACKAGES}")
         elif torch and version_tuple(torch)[:2] != version_tuple(neuronx)[:2]:
-            family = ".".join(neuronx.split(".")[:2])
             problems.append(
-                f"torch {torch} with torch-neuronx {neuronx}: the first two numbers must agree. "
-                f'Run: pip install "torch=={family}.*" with the index of PyTorch\'s CPU wheels.'
+                f"torch {torch} with torch-neuronx {neuronx}: the first two numbers must agree. Run: "
+                f'pip install "torch=={dotted(version_tuple(neuronx)[:2])}.*" with the index of PyTorch\'s CPU wheels.'
             )
-    if chips and is_native_neuron(facts):
-        missing = [name for name in ("neuronx-cc", "nki") if name not in versions]
-        if missing:
-            problems.append(f"{', '.join(missing)} missing next to torch-neuronx {neuronx}. {NEURON_PACKAGES}")
-    if chips and not neuronx:
+    elif torch and not supported("torch", torch):
+        problems.append(
+            f"torch {torch}: 2.13 or 2.14 is needed. Activate an environment that has it, or one without torch: then "
+            "./run.sh makes .venv."
+        )
+    return problems + (package_problems(facts, files) if torch else [])
+
+
+def package_problems(facts: dict[str, Any], files: tuple[str, ...]) -> list[str]:
+    """What is missing or unsupported beside torch, with one pip line for all of it; the line never names torch."""
+    lines = [line for file in files for line in (REPO / file).read_text(encoding="utf-8").splitlines()]
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    wanted, reasons = [], []
+    for name, pin in pins.items():
+        version = facts["versions"].get(name.lower().replace("_", "-"))
+        if version is None or (name in SUPPORTED and not supported(name, version)):
+            wanted.append(f"{name}=={pin}")
+            reasons.append(f"{name} {version or 'is missing'}")
+    if not wanted:
+        return []
+    # only what is needed: the other pins could displace versions that a Neuron environment wants
+    return [f"{', '.join(reasons)}. Run: {shlex.quote(facts['executable'])} -m pip install {' '.join(wanted)}"]
+
+
+def machine_problems(facts: dict[str, Any]) -> list[str]:
+    """The part of `diagnose` about devices, driver, the build of torch and variables."""
+    problems = []
+    versions, chips, environment = facts["versions"], facts["chips"], facts["environment"]
+    torch, native = versions.get("torch"), is_native_neuron(facts)
+    if torch is None:
+        without = NEURON_ENVIRONMENT if chips else "The first ./run.sh test (or training run) makes .venv with it."
+        problems.append(f"no torch in this environment. {without}")
+    elif facts["torch_error"]:
+        problems.append(f"torch {torch} cannot be imported ({facts['torch_error']}). Install it again.")
+    if chips and "torch-neuronx" not in versions and torch:
         problems.append(f"{chips} Neuron devices, but no torch-neuronx here. {NEURON_ENVIRONMENT}")
-    if on_neuron and facts["torch_cuda"]:
+    missing = [name for name in ("neuronx-cc", "nki") if name not in versions]
+    if native and missing:
+        problems.append(f"{', '.join(missing)} missing beside torch-neuronx. {NEURON_PACKAGES}")
+    if (chips or native) and facts["torch_cuda"]:
         problems.append(
             f"torch {torch} is a CUDA {facts['torch_cuda']} build on a Neuron machine; another package pulled it in. "
             f'Run: pip install --force-reinstall --no-deps "torch=={dotted(version_tuple(torch))}" '
             "with the index of PyTorch's CPU wheels."
         )
-    if not chips and is_native_neuron(facts):
+    if native and not chips:
         problems.append(
             "torch-neuronx is here, but no /dev/neuron* device: no driver, or a container that was not given it. "
             "On a Trainium instance install aws-neuronx-dkms (then: sudo modprobe neuron), or start the container with "
@@ -135,51 +169,17 @@ def diagnose(facts: dict[str, Any]) -> list[str]:
             f"{chips} Neuron devices on {facts['instance']}: expected are {expected} with {expected * CORES_PER_CHIP} "
             "logical cores. Run neuron-ls; pass every /dev/neuron* to the container; reboot if the driver lost some."
         )
-    environment = facts["environment"]
-    if on_neuron and environment.get("NEURON_LOGICAL_NC_CONFIG", "2") != "2":
+    config = environment.get("NEURON_LOGICAL_NC_CONFIG", "2")
+    if chips and config != "2":
         problems.append(
-            f"NEURON_LOGICAL_NC_CONFIG={environment['NEURON_LOGICAL_NC_CONFIG']}: torch's neuron device and "
-            "the shipped configs mean 2 (64 cores on a trn2.48xlarge, not 128). Run: unset NEURON_LOGICAL_NC_CONFIG"
+            f"NEURON_LOGICAL_NC_CONFIG={config}: torch's neuron device and the shipped configs mean 2 (64 cores on a "
+            "trn2.48xlarge, not 128). Run: unset NEURON_LOGICAL_NC_CONFIG"
         )
-    if on_neuron and "NEURON_RT_VISIBLE_CORES" in environment:
+    visible = environment.get("NEURON_RT_VISIBLE_CORES")
+    if chips and visible is not None:
         problems.append(
-            f"NEURON_RT_VISIBLE_CORES={environment['NEURON_RT_VISIBLE_CORES']} hides cores from the ranks; the process "
-            "group gives each rank its core. Run: unset NEURON_RT_VISIBLE_CORES"
-        )
-    if torch is None:
-        problems.append(
-            "no torch in this environment. "
-            + (NEURON_ENVIRONMENT if chips else "The first ./run.sh test (or training run) makes .venv with it.")
-        )
-    elif facts["torch_error"]:
-        problems.append(
-            f"torch {torch} cannot be imported ({facts['torch_error']}). Install it again in this environment."
-        )
-    if torch is not None:
-        problems += package_problems(facts)
-    return problems
-
-
-def package_problems(facts: dict[str, Any], files: tuple[str, ...] = ("requirements.txt",)) -> list[str]:
-    """Return what is missing or unsupported next to a torch that stays as it is, with one pip line for all of it."""
-    versions, pins, problems = facts["versions"], {}, []
-    if not supported("torch", versions["torch"]):
-        problems.append(
-            f"torch {versions['torch']}: 2.13 or 2.14 is needed. Activate an environment that has it, or one "
-            "without torch: then ./run.sh makes .venv."
-        )
-    for file in files:
-        lines = (REPO / file).read_text(encoding="utf-8").splitlines()
-        pins |= dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
-    wanted, reasons = [], []
-    for name, pin in pins.items():
-        version = versions.get(name.lower().replace("_", "-"))
-        if version is None or (name in SUPPORTED and not supported(name, version)):
-            wanted.append(f"{name}=={pin}")
-            reasons.append(f"{name} {version or 'is missing'}")
-    if wanted:  # only what is needed: pinned versions of the rest could displace what a Neuron environment wants
-        problems.append(
-            f"{', '.join(reasons)}. Run: {shlex.quote(facts['executable'])} -m pip install {' '.join(wanted)}"
+            f"NEURON_RT_VISIBLE_CORES={visible} hides cores from the ranks; the process group gives each rank its core. "
+            "Run: unset NEURON_RT_VISIBLE_CORES"
         )
     return problems
 
@@ -189,29 +189,31 @@ def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
+def gather_versions() -> dict[str, Any]:
+    """The facts that `version_problems` needs. Names of distributions are in lower case, with dashes."""
+    versions = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    init_texts = {name: init_text(name) for name in PLACEHOLDERS if name in versions}
+    facts = {"python": sys.version_info[:3], "executable": sys.executable}
+    return facts | {"versions": versions, "init_text": init_texts}
+
+
 def gather_facts() -> dict[str, Any]:
-    """Read this machine: versions from package metadata, devices and driver from /dev and /sys, the build from torch."""
-    versions = installed_versions()
-    build = {}
-    torch_error = ""
-    if "torch" in versions:
-        # In a process of its own: with its device plug-ins off, and a broken torch cannot take the doctor along.
+    """Read this machine: packages from their metadata, devices and driver from /dev and /sys, the rest from torch."""
+    facts = gather_versions() | {"torch_error": "", "torch_cuda": "", "cuda_devices": 0}
+    if "torch" in facts["versions"]:
+        # in a process of its own, with torch's device plug-ins off: a broken torch must not take the doctor along
         code = "import torch; print(torch.version.cuda or '', torch.cuda.device_count(), sep=',')"
         plain = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=plain, check=False)
-        torch_error = (run.stderr.strip().splitlines() or ["?"])[-1] if run.returncode else ""
-        build = dict(zip(("cuda", "devices"), run.stdout.strip().split(","), strict=False))
-    return {
-        "python": sys.version_info[:3],
-        "executable": sys.executable,
-        "versions": versions,
-        "init_text": {name: init_text(name) for name in PLACEHOLDERS if name in versions},
-        "torch_error": torch_error,
-        "torch_cuda": build.get("cuda", ""),
-        "cuda_devices": int(build.get("devices") or 0),
+        if run.returncode:
+            facts["torch_error"] = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        else:
+            facts["torch_cuda"], devices = run.stdout.strip().split(",")
+            facts["cuda_devices"] = int(devices)
+    return facts | {
         "chips": sum(bool(re.fullmatch(r"neuron\d+", name)) for name in os.listdir("/dev")),
         "driver": first_line("/sys/module/neuron/version"),
-        "instance": first_line("/sys/devices/virtual/dmi/id/product_name"),  # EC2 instances have their type there
+        "instance": first_line("/sys/devices/virtual/dmi/id/product_name"),  # the instance type on EC2
         "environment": dict(os.environ),
     }
 
@@ -220,11 +222,6 @@ def init_text(name: str) -> str:
     """The source of a package's __init__.py, read and not run; empty if there is none."""
     spec = importlib.util.find_spec({"neuronx-cc": "neuronxcc"}.get(name, name.replace("-", "_")))
     return Path(spec.origin).read_text(encoding="utf-8", errors="replace") if spec and spec.origin else ""
-
-
-def installed_versions() -> dict[str, str]:
-    """Versions of the installed distributions, by lower-case name with dashes."""
-    return {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
 
 
 def first_line(path: str) -> str:
@@ -307,9 +304,8 @@ def doctor(arguments: list[str]) -> int:
 
 
 def requirements(arguments: list[str]) -> int:
-    """Check an active environment that run.sh is about to use; arguments are requirement files of this repository."""
-    facts = {"versions": installed_versions(), "executable": sys.executable}
-    problems = package_problems(facts, tuple(arguments))
+    """Check the active environment before run.sh uses it; arguments are requirement files of this repository."""
+    problems = version_problems(gather_versions(), tuple(arguments))
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 1 if problems else 0
