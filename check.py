@@ -101,9 +101,9 @@ def version_problems(facts: dict[str, Any], files: tuple[str, ...] = ("requireme
         if "torch-xla" in versions or version_tuple(neuronx) < (2, 10):
             xla = f" with torch-xla {versions['torch-xla']}" if "torch-xla" in versions else ""
             problems.append(
-                f"torch-neuronx {neuronx}{xla}: the XLA generation, whose last training release is Neuron SDK 2.29. These "
-                "scripts use the native neuron device of SDK 2.33 (torch 2.14). It has the same package name, so take a "
-                f"fresh environment: both cannot share one. {NEURON_PACKAGES}"
+                f"torch-neuronx {neuronx}{xla}: the XLA generation, whose last training release is Neuron SDK 2.29. "
+                "These scripts use the native neuron device of SDK 2.33 (torch 2.14). The package name is the same, so "
+                f"both cannot share an environment: take a fresh one. {NEURON_PACKAGES}"
             )
         elif not is_native_neuron(facts):
             problems.append(f"torch-neuronx {neuronx}: a pre-release; 2.14 (or 2.13) is needed. {NEURON_PACKAGES}")
@@ -178,7 +178,7 @@ def machine_problems(facts: dict[str, Any]) -> list[str]:
     visible = environment.get("NEURON_RT_VISIBLE_CORES")
     if chips and visible is not None:
         problems.append(
-            f"NEURON_RT_VISIBLE_CORES={visible} hides cores from the ranks; the process group gives each rank its core. "
+            f"NEURON_RT_VISIBLE_CORES={visible} hides cores from the ranks; the process group gives each its core. "
             "Run: unset NEURON_RT_VISIBLE_CORES"
         )
     return problems

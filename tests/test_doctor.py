@@ -53,7 +53,7 @@ CASES = {
     "torch older than torch-neuronx": (trn2(versions={"torch": "2.13.0+cpu"}), '"torch==2.14.*"'),
     "no driver": (trn2(chips=0), "aws-neuronx-dkms"),
     "no torch-neuronx": (trn2(versions={"torch-neuronx": ""}), "no torch-neuronx here"),
-    "no nki": (trn2(versions={"nki": ""}), "nki missing next to torch-neuronx"),
+    "no nki": (trn2(versions={"nki": ""}), "nki missing beside torch-neuronx"),
     "few devices": (trn2(chips=12), "expected are 16 with 64 logical cores"),
     "logical core config": (trn2(environment={"NEURON_LOGICAL_NC_CONFIG": "1"}), "unset NEURON_LOGICAL_NC_CONFIG"),
     "visible cores": (trn2(environment={"NEURON_RT_VISIBLE_CORES": "0"}), "unset NEURON_RT_VISIBLE_CORES"),
