@@ -1,0 +1,1725 @@
+"""What the three training scripts share, in the order in which they call it.
+
+1. configuration   TOML file + command line -> one checked dataclass
+2. distributed     device, process group, mesh, SIGTERM, errors that reach the terminal
+3. model folder    hub download, config.json, the fields that we refuse
+4. data            documents -> packed sequences of exactly seq_len tokens, the same global order on every mesh
+5. loss            the output layer with its cross-entropy in chunks, gradient norm, router statistics
+6. safetensors     Hugging Face folder in, Hugging Face folder out, one tensor at a time, strict both ways
+7. checkpoints     torch.distributed.checkpoint, complete or not there at all
+8. metrics         one aligned line a step, metrics.jsonl, TensorBoard, model FLOPs
+
+A line lives here when all three scripts would hold it and a fix must reach all three.
+Import this module before anything of torchtitan: it tells torchtitan which device to use (see `prepare_torchtitan`).
+Words: *axis* is an axis of the device mesh, *dim* is a dimension of a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import glob
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+import traceback
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+REPO = Path(__file__).resolve().parent
+IGNORE_INDEX = -100  # label of a position that carries no loss (PyTorch's and Hugging Face's convention)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Configuration
+# ---------------------------------------------------------------------------------------------------------------------
+# Section and key names follow torchtitan's TOML. Command line beats TOML beats the default below.
+
+
+@dataclass
+class Job:
+    dump_folder: str = "runs/default"  # checkpoints, logs and the export go to <dump_folder>/<hf|native|nki_moe>/
+
+
+@dataclass
+class Launch:
+    nproc_per_node: int = 1  # processes per node that the file was written for; the NPROC environment variable wins
+
+
+@dataclass
+class Model:
+    path: str = ""  # Hugging Face folder, or hub id such as Qwen/Qwen3-0.6B
+    init: Literal["pretrained", "random"] = "pretrained"  # random: draw weights from debug.seed, ignore the files
+
+
+@dataclass
+class Data:
+    path: str = ""  # file, folder or glob (.jsonl .jsonl.gz .json .txt .parquet), or a hub dataset id
+    format: Literal["text"] = "text"  # text: one document per row, every token is trained on
+    text_column: str = "text"  # column that holds the document
+    split: str = "train"  # split of a hub dataset
+    streaming: bool = False  # read a hub dataset while training instead of downloading it first
+    shuffle: bool = True  # a new row order every epoch, from debug.seed; must be false with streaming
+    document_mask: bool = False  # true: packed documents do not see each other (slow attention path on Neuron)
+
+
+@dataclass
+class Training:
+    local_batch_size: int = 1  # sequences per data rank in one micro-step
+    global_batch_size: int = -1  # sequences per optimizer step over all data ranks; -1: no gradient accumulation
+    seq_len: int = 2048  # tokens per packed sequence; a multiple of 512 on Neuron
+    steps: int = 100  # optimizer steps in total, counted from the very first start
+    max_norm: float = 1.0  # gradient norm is clipped to this
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; stored weights are fp32
+
+
+@dataclass
+class Parallelism:
+    data_parallel_replicate_degree: int = 1  # > 1: HSDP, weights replicated over this axis
+    data_parallel_shard_degree: int = -1  # FSDP2 axis; -1: all remaining ranks
+    tensor_parallel_degree: int = 1  # on Neuron 1, 2 or 4: one chip has 4 logical cores
+    enable_sequence_parallel: bool = True  # with tensor parallelism: norms and residual stream hold L/TP tokens each
+    expert_parallel_degree: int = 1  # native path on cpu and cuda only; nki_moe always spreads experts over TP
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # torchtitan's policy names
+
+
+@dataclass
+class Optimizer:
+    name: Literal["AdamW", "SGD"] = "AdamW"  # SGD (no momentum) shows gradient-scale errors that AdamW hides
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # on matrices; norm weights are not decayed
+
+
+@dataclass
+class LRScheduler:
+    warmup_steps: int = 0  # linear from lr / warmup_steps
+    decay_ratio: float = 0.0  # share of all steps, at the end, over which the rate decays; 0: constant after warmup
+    decay_type: Literal["linear", "cosine"] = "linear"
+    min_lr_factor: float = 0.0  # the decay ends at lr * min_lr_factor
+
+
+@dataclass
+class Checkpoint:
+    enable: bool = False
+    interval: int = 500  # steps between checkpoints; the last step and SIGTERM always save
+    keep_latest_k: int = 2  # older complete checkpoints are removed; 0: keep all
+    load_step: int = -1  # -1: the newest complete checkpoint if there is one
+
+
+@dataclass
+class ActivationCheckpoint:
+    mode: Literal["none", "selective", "full"] = "selective"  # torchtitan's policies, per transformer block
+
+
+@dataclass
+class Compile:
+    enable: bool = False  # torch.compile of every transformer block, static shapes
+    backend: str = "inductor"  # "neuron" on Trainium
+
+
+@dataclass
+class Validation:
+    path: str = ""  # like data.path; empty: no validation
+    freq: int = 0  # steps between validations; 0: only after the last step
+    steps: int = 10  # at most this many global batches, always the same ones
+
+
+@dataclass
+class Metrics_:  # trailing underscore: `Metrics` below writes them
+    log_freq: int = 10  # steps between log lines
+    enable_tensorboard: bool = True
+
+
+@dataclass
+class Sample:
+    prompt: str = ""  # continued greedily after the last step; empty: no sample
+    max_new_tokens: int = 48
+
+
+@dataclass
+class Export:
+    enable: bool = True  # write a Hugging Face folder to <dump_folder>/<path>/export after the last step
+    dtype: Literal["source", "bfloat16", "float32"] = "source"  # source: each tensor in the dtype it was loaded from
+
+
+@dataclass
+class MoE:
+    router_aux_loss_coef: float = 0.0  # weight of Qwen3's load-balancing loss; 0: off, as in Transformers' training
+
+
+@dataclass
+class Comm:
+    timeout_seconds: int = 7200  # a collective that waits longer ends the run; Neuron compiles for minutes in step 1
+
+
+@dataclass
+class Debug:
+    seed: int = 42  # row order, random init
+
+
+@dataclass
+class Config:
+    """Every key of a TOML file, section by section. `--section.key value` on the command line overrides it."""
+
+    job: Job = field(default_factory=Job)
+    launch: Launch = field(default_factory=Launch)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    validation: Validation = field(default_factory=Validation)
+    metrics: Metrics_ = field(default_factory=Metrics_)
+    sample: Sample = field(default_factory=Sample)
+    export: Export = field(default_factory=Export)
+    moe: MoE = field(default_factory=MoE)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
+
+
+PATH_KEYS = (("job", "dump_folder"), ("model", "path"), ("data", "path"), ("validation", "path"))
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def parse_config(argv: list[str]) -> Config:
+    """`[CONFIG.toml, --section.key, value, ...]` -> a checked Config with absolute paths.
+
+    Relative paths in the TOML file count from the repository, those on the command line from the working directory.
+    Raises ValueError (TOML) or exits with status 2 (command line), naming the key and the nearest valid one.
+    """
+    import tyro
+
+    if not argv or argv[0].startswith("-"):
+        argv = ["", *argv]  # no file: defaults and --help
+    config = load_toml(Path(argv[0])) if argv[0] else Config()
+    _absolute_paths(config, REPO)
+    from_toml = dataclasses.asdict(config)
+    quiet = int(os.environ.get("RANK", "0")) != 0  # every rank sees the same mistake: one of them reports it
+    config = tyro.cli(
+        Config,
+        default=config,
+        args=argv[1:],
+        prog=f"{Path(sys.argv[0]).name} CONFIG.toml",
+        console_outputs=not quiet,
+        config=(tyro.conf.FlagConversionOff,),
+    )
+    for section, key in PATH_KEYS:  # only what the command line changed is still relative
+        if getattr(getattr(config, section), key) != from_toml[section][key]:
+            _absolute_path(config, section, key, Path.cwd())
+    check_config(config)
+    return config
+
+
+def load_toml(path: Path) -> Config:
+    """Read one TOML file strictly. Raises ValueError with file, key, and nearest valid name or type."""
+    if not path.is_file():
+        raise ValueError(f"config file {path} does not exist")
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid TOML: {error}") from None
+    config = Config()
+    for section, table in tables.items():
+        target = getattr(config, section, None)
+        if target is None or not isinstance(table, dict):
+            names = [f.name for f in dataclasses.fields(Config)]
+            raise ValueError(f"{path}: unknown section [{section}]{_nearest(section, names)}")
+        hints = typing.get_type_hints(type(target))
+        for key, value in table.items():
+            if key not in hints:
+                homes = [f"[{f.name}]" for f in dataclasses.fields(Config) if hasattr(getattr(config, f.name), key)]
+                hint = f"; it belongs to {' or '.join(homes)}" if homes else _nearest(key, list(hints))
+                raise ValueError(f"{path}: unknown key {key!r} in [{section}]{hint}")
+            setattr(target, key, _typed(value, hints[key], f"{path}: [{section}] {key}"))
+    return config
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; valid are {', '.join(sorted(names))}"
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """`value` if it has the type of the field (an int may stand for a float), else ValueError."""
+    allowed = typing.get_args(hint)
+    if allowed:
+        if value not in allowed:
+            raise ValueError(f"{where} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
+        return value
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:  # bool is an int for isinstance: compare types exactly
+        raise ValueError(f"{where} = {value!r} is of type {type(value).__name__}, expected {hint.__name__}")
+    return value
+
+
+def _absolute_paths(config: Config, base: Path) -> None:
+    for section, key in PATH_KEYS:
+        _absolute_path(config, section, key, base)
+
+
+def _absolute_path(config: Config, section: str, key: str, base: Path) -> None:
+    target, value = getattr(config, section), getattr(getattr(config, section), key)
+    path = Path(value).expanduser()
+    is_hub_id = key == "path" and HUB_ID.fullmatch(value) and not (base / path).exists()
+    if value and not is_hub_id:
+        setattr(target, key, str(base / path))
+
+
+def check_config(config: Config) -> None:
+    """Ranges that need neither the model nor the world size. Raises ValueError naming the key."""
+    positive = [
+        ("launch", "nproc_per_node"), ("training", "local_batch_size"), ("training", "seq_len"),
+        ("training", "max_norm"), ("parallelism", "tensor_parallel_degree"), ("parallelism", "data_parallel_replicate_degree"),
+        ("parallelism", "expert_parallel_degree"), ("optimizer", "lr"), ("checkpoint", "interval"),
+        ("metrics", "log_freq"), ("validation", "steps"), ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
+    ]  # fmt: skip
+    zero_or_more = [
+        ("training", "steps"), ("optimizer", "weight_decay"), ("optimizer", "eps"), ("lr_scheduler", "warmup_steps"),
+        ("lr_scheduler", "decay_ratio"), ("lr_scheduler", "min_lr_factor"), ("checkpoint", "keep_latest_k"),
+        ("validation", "freq"), ("moe", "router_aux_loss_coef"),
+    ]  # fmt: skip
+    for keys, minimum, words in ((positive, 0, "greater than 0"), (zero_or_more, -1e-30, "0 or more")):
+        for section, key in keys:
+            value = getattr(getattr(config, section), key)
+            if not (value > minimum and math.isfinite(value)):
+                raise ValueError(f"[{section}] {key} = {value}: must be {words}")
+    for section, key in (("model", "path"), ("data", "path")):
+        if not getattr(getattr(config, section), key):
+            raise ValueError(f"[{section}] {key} is empty: set it in the TOML file or with --{section}.{key}")
+    if config.lr_scheduler.decay_ratio > 1:
+        raise ValueError(f"[lr_scheduler] decay_ratio = {config.lr_scheduler.decay_ratio}: must be at most 1")
+    if config.training.global_batch_size == 0 or config.training.global_batch_size < -1:
+        raise ValueError(f"[training] global_batch_size = {config.training.global_batch_size}: must be -1 or positive")
+    if config.data.streaming and config.data.shuffle:
+        raise ValueError("[data] streaming = true needs shuffle = false: a stream is read in its own order")
+
+
+def toml_text(config: Config) -> str:
+    """The resolved configuration as TOML (strings, numbers and booleans are written as JSON does)."""
+    lines = []
+    for section, table in dataclasses.asdict(config).items():
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Device, process group, mesh
+# ---------------------------------------------------------------------------------------------------------------------
+
+BACKENDS = {"neuron": "neuron", "cuda": "nccl", "cpu": "gloo"}
+
+
+def pick_device_type() -> str:
+    """neuron if TorchNeuron has registered its device, else cuda, else cpu (`trainium_facts` 2, TorchNeuron docs)."""
+    neuron = getattr(torch, "neuron", None)  # appears when torch_neuronx has autoloaded
+    if neuron is not None and neuron.is_available():
+        return "neuron"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prepare_torchtitan(device_type: str) -> None:
+    """Make torchtitan 0.3.0 importable and tell it the device; must run before its other modules are imported.
+
+    - Its Qwen3 imports `triton` unguarded, for kernels of an expert-parallel backend that is not used here. Where
+      triton is absent (Mac, CPU wheels) that one kernel module is replaced by empty names. The name `triton` itself
+      is left alone: Inductor would believe that it is installed (`trainium_facts` 6b).
+    - It decides on "cuda" at import when it sees no accelerator (torchtitan/tools/utils.py, `get_device_info`).
+    """
+    if importlib.util.find_spec("triton") is None:
+        stub = types.ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
+        for name in (
+            "copy_full_counts_to_peers_kernel", "copy_rows_to_peers_kernel", "expand_topk_grad_kernel",
+            "fill_combine_metadata_kernel", "fill_dispatch_metadata_kernel", "invert_flat_indices_kernel",
+            "reduce_topk_slots_kernel", "topk_scores_grad_kernel",
+        ):  # fmt: skip
+            setattr(stub, name, None)
+        sys.modules.setdefault(stub.__name__, stub)
+    from torchtitan.tools import utils
+
+    utils.device_type = device_type
+    utils.device_module = getattr(torch, device_type)
+
+
+DEVICE_TYPE = pick_device_type()
+prepare_torchtitan(DEVICE_TYPE)
+
+
+def init_distributed(timeout_seconds: int) -> tuple[torch.device, dist.ProcessGroup]:
+    """Start the process group and return (device, CPU group). Works under torchrun and as one plain process.
+
+    The process group comes first: on Neuron it assigns the core and starts the runtime, and nothing may touch the
+    device before it (`trainium_facts` 4a). There the device is the bare "neuron": an index is wrong on most ranks.
+    The second group runs on gloo, for objects and CPU tensors: checkpoints plan through it (`trainium_facts` 4b).
+    """
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+        os.environ.setdefault(name, value)
+    timeout = timedelta(seconds=timeout_seconds)
+    store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None  # one plain process needs no address
+    dist.init_process_group(
+        BACKENDS[DEVICE_TYPE],
+        timeout=timeout,
+        store=store,
+        rank=int(os.environ["RANK"]) if store else -1,
+        world_size=int(os.environ["WORLD_SIZE"]) if store else -1,
+    )
+    cpu_group = dist.group.WORLD if DEVICE_TYPE == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    if DEVICE_TYPE == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"])), cpu_group
+    return torch.device(DEVICE_TYPE), cpu_group
+
+
+def world_size() -> int:
+    """Number of processes that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def check_parallelism(config: Config, hf_config: Any, world_size: int) -> None:
+    """Every divisibility rule, before weights are read. Raises ValueError: field, value, degree, what is allowed."""
+    p, t = config.parallelism, config.training
+    tp, replicate, shard = p.tensor_parallel_degree, p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    known = tp * replicate * (1 if shard == -1 else shard)
+    if (world_size % known if shard == -1 else world_size != known) or shard == 0 or shard < -1:
+        raise ValueError(
+            f"[parallelism] replicate {replicate} x shard {shard} x tensor {tp} does not make {world_size} processes: "
+            f"their product must be {world_size} (shard = -1 takes what remains)"
+        )
+    data_ranks = world_size // tp
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    widths = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": hf_config.vocab_size}
+    experts = getattr(hf_config, "num_experts", 0)
+    if experts:
+        widths["moe_intermediate_size"] = hf_config.moe_intermediate_size
+    if any(not is_moe_layer(hf_config, i) for i in range(hf_config.num_hidden_layers)):
+        widths["intermediate_size"] = hf_config.intermediate_size
+    for name, size in widths.items():
+        if size % tp:
+            allowed = [d for d in range(1, min(heads, kv_heads) + 1) if not any(w % d for w in widths.values())]
+            raise ValueError(
+                f"[parallelism] tensor_parallel_degree = {tp} does not divide {name} = {size} of the model; "
+                f"degrees that divide {', '.join(widths)}: {allowed}"
+            )
+    if tp > 1 and p.enable_sequence_parallel and t.seq_len % tp:
+        raise ValueError(f"[training] seq_len = {t.seq_len} is not a multiple of tensor_parallel_degree = {tp}")
+    ep = p.expert_parallel_degree
+    if ep > 1:
+        if not experts:
+            raise ValueError(f"[parallelism] expert_parallel_degree = {ep}, but the model has no experts: set it to 1")
+        shard = world_size // (tp * replicate)
+        if experts % ep or (shard * tp) % ep:
+            raise ValueError(
+                f"[parallelism] expert_parallel_degree = {ep} must divide num_experts = {experts} and "
+                f"shard x tensor = {shard} x {tp}"
+            )
+    if t.seq_len > hf_config.max_position_embeddings:
+        raise ValueError(
+            f"[training] seq_len = {t.seq_len} exceeds max_position_embeddings = {hf_config.max_position_embeddings}"
+        )
+    if t.global_batch_size != -1 and t.global_batch_size % (t.local_batch_size * data_ranks):
+        raise ValueError(
+            f"[training] global_batch_size = {t.global_batch_size} is not a multiple of local_batch_size x data ranks "
+            f"= {t.local_batch_size} x {data_ranks}"
+        )
+
+
+def build_mesh(config: Config, world_size: int) -> Any:
+    """torchtitan's ParallelDims with the axes dp_replicate, fsdp, tp (and efsdp, ep).
+
+    `partial_dtensor` keeps data-parallel axes out of the activations' DTensors: it is the backend that trains on CPU,
+    and the closest to what AWS runs (`trainium_facts` 6b).
+    """
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("partial_dtensor")
+    p = config.parallelism
+    dims = ParallelDims(
+        dp_replicate=p.data_parallel_replicate_degree,
+        dp_shard=p.data_parallel_shard_degree,
+        cp=1,
+        tp=p.tensor_parallel_degree,
+        pp=1,
+        ep=p.expert_parallel_degree,
+        world_size=world_size,
+        spmd_backend="partial_dtensor",
+    )
+    dims.build_mesh()
+    return dims
+
+
+def data_rank_and_size(dims: Any) -> tuple[int, int]:
+    """(index of this data rank, number of data ranks): the ranks of one TP group share an index."""
+    return dist.get_rank() // dims.tp, dims.dp_replicate * dims.dp_shard
+
+
+def log(message: str) -> None:
+    """Print one line from rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def catch_sigterm() -> threading.Event:
+    """An event that SIGTERM sets: the loop finishes its step, saves, and exits with status 0."""
+    event = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: event.set())
+    return event
+
+
+def launch(main: Callable[[Config], None]) -> None:
+    """`main(parse_config(sys.argv))`, with one clear message when it fails and no process left hanging.
+
+    An error raised by these files is the user's to fix: message only. Anything else keeps its traceback.
+    """
+    try:
+        main(parse_config(sys.argv[1:]))
+    except Exception as error:
+        where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+        ours = isinstance(error, ValueError | RuntimeError) and where.parent == REPO
+        if _first_to_fail():
+            text = "" if ours else traceback.format_exc()
+            print(f"{text}\nerror: {error}" if text else f"error: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # a normal exit may wait for ranks that are inside a collective; torchrun ends those
+
+
+def _first_to_fail() -> bool:
+    """True on the rank that should report. Before the process group exists all ranks fail alike: rank 0 reports."""
+    if not dist.is_initialized():
+        return os.environ.get("RANK", "0") == "0"
+    return dist.distributed_c10d._get_default_store().add("reported_error", 1) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Model folder and config.json
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fetch_model(path: str, need_weights: bool = True) -> Path:
+    """A local folder as it is, or the snapshot of a hub id; downloads before the process group starts.
+
+    One process per node downloads, the others wait for its lock. Raises RuntimeError when the hub is out of reach
+    and the snapshot is not in the cache, with both ways out.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if not HUB_ID.fullmatch(path):
+        raise ValueError(
+            f"[model] path = {path!r} is neither a folder on this machine nor a hub id such as Qwen/Qwen3-8B"
+        )
+    from filelock import FileLock
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
+        disable_progress_bars()
+    patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if need_weights else [])]
+    lock = Path(constants.HF_HUB_CACHE) / f".{path.replace('/', '--')}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(lock):
+            return Path(snapshot_download(path, allow_patterns=patterns))
+    except Exception as error:
+        raise RuntimeError(
+            f"[model] path = {path!r}: not in the hub cache ({constants.HF_HUB_CACHE}) and the download failed "
+            f"({type(error).__name__}). Either connect this machine to the Hugging Face hub (HF_HUB_OFFLINE must be "
+            f"unset), or copy the model folder here and set --model.path to it."
+        ) from error
+
+
+def load_hf_config(folder: Path) -> Any:
+    """config.json as Transformers reads it, refused by field name where a training path would not honour it."""
+    from transformers import AutoConfig
+
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json: it is not a Hugging Face model folder")
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {error}") from None
+    if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
+        raise ValueError(f"{file}: model_type = {raw.get('model_type')!r} is not supported; allowed: qwen3, qwen3_moe")
+    config = AutoConfig.from_pretrained(folder)
+    rope = config.rope_parameters or {}
+    refused = {
+        "quantization_config": (raw.get("quantization_config"), None),
+        "use_sliding_window": (bool(getattr(config, "use_sliding_window", False)), False),
+        "attention_bias": (bool(config.attention_bias), False),
+        "attention_dropout": (config.attention_dropout, 0.0),
+        "hidden_act": (config.hidden_act, "silu"),
+        "rope_type": (rope.get("rope_type", "default"), "default"),
+    }
+    for name, (value, allowed) in refused.items():
+        if value != allowed:
+            raise ValueError(f"{file}: {name} = {value!r} is not supported; allowed: {allowed!r}")
+    if getattr(config, "head_dim", None) is None:  # Transformers' own rule for files that leave it out
+        config.head_dim = config.hidden_size // config.num_attention_heads
+    return config
+
+
+def is_moe_layer(hf_config: Any, layer: int) -> bool:
+    """Transformers' rule (Qwen3MoeDecoderLayer): which decoder layers hold experts."""
+    if getattr(hf_config, "num_experts", 0) == 0 or layer in hf_config.mlp_only_layers:
+        return False
+    return (layer + 1) % hf_config.decoder_sparse_step == 0
+
+
+def load_tokenizer(folder: Path, hf_config: Any) -> Any:
+    """The folder's tokenizer; refused when it knows ids that the model's embedding lacks."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder}: the tokenizer cannot be loaded: {error}") from None
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= hf_config.vocab_size:
+        raise ValueError(
+            f"{folder}: the tokenizer has ids up to {highest}, but config.json has vocab_size = {hf_config.vocab_size}"
+        )
+    return tokenizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Data
+# ---------------------------------------------------------------------------------------------------------------------
+# Every rank packs the same global stream of sequences and keeps its own. So the data position is one number that does
+# not depend on the mesh: a run resumes on any number of ranks without a gap or a repeat, and one process sees what
+# many see. The price is that each rank tokenizes everything, in a thread, one step ahead.
+
+
+class Batch(NamedTuple):
+    """One micro-batch of one data rank; the shapes never change during a run."""
+
+    input_ids: torch.Tensor  # [B, L] int32
+    labels: torch.Tensor  # [B, L] int32, IGNORE_INDEX where no loss is counted
+    positions: torch.Tensor  # [B, L] int64, 0 at the start of each document if document_mask, else 0..L-1
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(t.to(device) for t in self))
+
+
+def encode_text(
+    row: dict[str, Any], column: str, tokenizer: Any, end_id: int, where: str
+) -> tuple[list[int], list[bool]]:
+    """One row -> (token ids, is this token trained on?). A document ends with exactly one end token, none begins it."""
+    text = row.get(column)
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: column {column!r} holds {type(text).__name__}, expected text; columns: {list(row)}")
+    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return (ids + [end_id], [True] * (len(ids) + 1)) if ids else ([], [])
+
+
+def document_end_id(tokenizer: Any) -> int:
+    """Qwen ends a text document with <|endoftext|>, also where the chat tokenizer's eos is <|im_end|>."""
+    end_id = tokenizer.get_vocab().get("<|endoftext|>", tokenizer.eos_token_id)
+    if end_id is None:
+        raise ValueError("the tokenizer has neither <|endoftext|> nor an eos token to end a document with")
+    return end_id
+
+
+def load_rows(data: Data, path: str) -> Any:
+    """Rows of a file, folder, glob or hub dataset, through Hugging Face datasets; files are read in sorted order."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    kinds = {".jsonl": "json", ".jsonl.gz": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+
+    def kind(name: str) -> str | None:
+        return next((k for suffix, k in kinds.items() if name.endswith(suffix)), None)
+
+    if Path(path).is_dir():
+        files = sorted(str(f) for f in Path(path).iterdir() if f.is_file() and kind(f.name))
+    elif Path(path).is_file():
+        files = [path]
+    else:
+        files = sorted(glob.glob(path, recursive=True))
+    if not files and HUB_ID.fullmatch(path):
+        try:
+            return datasets.load_dataset(path, split=data.split, streaming=data.streaming)
+        except Exception as error:
+            raise RuntimeError(
+                f"data path {path!r} is no file here, and the hub dataset could not be loaded ({error}). Either "
+                f"connect this machine to the Hugging Face hub, or point --data.path to local files"
+            ) from error
+    if not files:
+        raise ValueError(f"data path {path!r}: no file matches; readable are {', '.join(kinds)}, or a folder of them")
+    found = {kind(f) for f in files}
+    if None in found or len(found) > 1:
+        raise ValueError(f"data path {path!r}: files must be of one kind out of {', '.join(kinds)}; found {files[:5]}")
+    if empty := [f for f in files if os.path.getsize(f) == 0]:
+        raise ValueError(f"data file {empty[0]} is empty")
+    options = {"sample_by": "document"} if found == {"text"} else {}
+    try:  # the names are escaped: datasets would read [1] and * in a folder name as a pattern
+        escaped = [glob.escape(f) for f in files]
+        return datasets.load_dataset(
+            found.pop(), data_files=escaped, split="train", streaming=data.streaming, **options
+        )
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"data path {path!r}: cannot be read: {cause}") from error
+
+
+class PackedText:
+    """Documents packed into sequences of exactly seq_len tokens, in one global order.
+
+    `next_step()` gives the micro-batches of this data rank for one optimizer step and the number of counted labels of
+    the step over all ranks. With document_mask, positions restart at each document and the label across a document
+    boundary is not counted; without it the stream is one long text.
+    """
+
+    def __init__(self, config: Config, path: str, tokenizer: Any, rank: int, ranks: int, loop: bool = True):
+        self.data, self.path, self.tokenizer, self.loop = config.data, path, tokenizer, loop
+        self.seq_len, self.local = config.training.seq_len, config.training.local_batch_size
+        self.step_size = config.training.global_batch_size
+        if self.step_size == -1:
+            self.step_size = self.local * ranks
+        self.rank, self.ranks, self.seed = rank, ranks, config.debug.seed
+        self.rows = load_rows(config.data, path)
+        self.num_rows = None if config.data.streaming else len(self.rows)
+        self.end_id = document_end_id(tokenizer)
+        self.encode = {"text": encode_text}[config.data.format]  # the chat format will be a second encoder
+        # State: the next row, and what is left of the rows before it.
+        self.epoch, self.row, self.stream_state = 0, 0, None
+        self.ids: list[int] = []
+        self.counted: list[bool] = []
+        self.starts: list[bool] = []
+        self._documents = self._read()
+        self._pool = ThreadPoolExecutor(1)
+        self._ahead: Any = None
+
+    def _read(self) -> Iterator[tuple[list[int], list[bool]]]:
+        """Encoded documents from the current row on; ends after one epoch unless `loop`."""
+        while True:
+            tokens_in_epoch = 0
+            started_at = self.row
+            if self.data.streaming:
+                if self.stream_state is not None:
+                    self.rows.load_state_dict(self.stream_state)
+                rows: Iterable = self.rows
+            else:
+                order = torch.arange(self.num_rows)
+                if self.data.shuffle and self.loop:
+                    generator = torch.Generator().manual_seed(self.seed + self.epoch)
+                    order = torch.randperm(self.num_rows, generator=generator)
+                rows = (self.rows[int(i)] for i in order[self.row :])
+            for row in rows:
+                where = f"{self.path}: row {self.row} of epoch {self.epoch}"
+                self.row += 1
+                if self.data.streaming:
+                    self.stream_state = self.rows.state_dict()
+                document = self.encode(row, self.data.text_column, self.tokenizer, self.end_id, where)
+                tokens_in_epoch += len(document[0])
+                yield document
+            if not self.loop:
+                return
+            if tokens_in_epoch == 0 and started_at == 0:
+                raise ValueError(f"{self.path}: {self.row} rows hold no text at all")
+            self.epoch, self.row, self.stream_state = self.epoch + 1, 0, None
+
+    def _sequence(self) -> tuple[list[int], list[int], list[int]] | None:
+        """(input ids, labels, positions) of the next sequence; None at the end of a finite stream."""
+        n = self.seq_len
+        while len(self.ids) <= n:
+            document = next(self._documents, None)
+            if document is None:
+                if len(self.ids) < 2:
+                    return None
+                pad = n + 1 - len(self.ids)  # the last sequence of a finite stream: nothing dropped, nothing counted
+                document = ([self.end_id] * pad, [False] * pad)
+            ids, counted = document
+            self.ids += ids
+            self.counted += counted
+            self.starts += [True] + [False] * (len(ids) - 1) if ids else []
+        mask = self.data.document_mask
+        labels = [
+            self.ids[i + 1] if self.counted[i + 1] and not (mask and self.starts[i + 1]) else IGNORE_INDEX
+            for i in range(n)
+        ]
+        positions, start = [], 0
+        for i in range(n):
+            start = i if mask and self.starts[i] else start
+            positions.append(i - start)
+        inputs = self.ids[:n]
+        self.ids, self.counted, self.starts = self.ids[n:], self.counted[n:], self.starts[n:]
+        return inputs, labels, positions
+
+    def _make_step(self) -> tuple[list[Batch], int, dict[str, Any]] | None:
+        """Sequence k of a step goes to micro-step k // (local x ranks), data rank (k // local) % ranks."""
+        mine, counted = [], 0
+        for k in range(self.step_size):
+            sequence = self._sequence()
+            if sequence is None:
+                if k == 0:
+                    return None
+                sequence = ([self.end_id] * self.seq_len, [IGNORE_INDEX] * self.seq_len, list(range(self.seq_len)))
+            counted += sum(label != IGNORE_INDEX for label in sequence[1])
+            if (k // self.local) % self.ranks == self.rank:
+                mine.append(sequence)
+        batches = []
+        for first in range(0, len(mine), self.local):
+            ids, labels, positions = zip(*mine[first : first + self.local], strict=True)
+            batches.append(
+                Batch(
+                    torch.tensor(ids, dtype=torch.int32),
+                    torch.tensor(labels, dtype=torch.int32),
+                    torch.tensor(positions, dtype=torch.int64),
+                )
+            )
+        return batches, counted, self._state()
+
+    def next_step(self) -> tuple[list[Batch], int] | None:
+        """(micro-batches of this rank, counted labels of the step over all data ranks); None at a finite end."""
+        step = (self._ahead or self._pool.submit(self._make_step)).result()
+        if step is None:
+            return None
+        self._ahead = self._pool.submit(self._make_step)
+        batches, counted, self._consumed = step
+        if self.loop and counted == 0:
+            raise ValueError(f"{self.path}: a whole step of {self.step_size} sequences holds no counted label")
+        return batches, counted
+
+    def _state(self) -> dict[str, Any]:
+        names = ("epoch", "row", "stream_state", "ids", "counted", "starts", "num_rows")
+        state = {name: getattr(self, name) for name in names}
+        return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the last step handed out (not after the one prepared ahead); the same on every rank."""
+        return self._consumed if self._ahead else self._state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["num_rows"] != self.num_rows:
+            raise ValueError(
+                f"{self.path}: the checkpoint was written with {state['num_rows']} rows, there are {self.num_rows} "
+                f"now; restore the data, or start a new run from the exported folder"
+            )
+        for name, value in state.items():
+            setattr(self, name, list(value) if isinstance(value, list) else value)
+        self._documents, self._ahead = self._read(), None
+
+
+def validation_steps(config: Config, tokenizer: Any, rank: int, ranks: int) -> list[tuple[list[Batch], int]]:
+    """The fixed validation set: at most `validation.steps` global batches in file order, the last one padded.
+
+    Raises ValueError at start when not one label is counted.
+    """
+    one_pass = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=-1))
+    packed = PackedText(one_pass, config.validation.path, tokenizer, rank, ranks, loop=False)
+    steps = []
+    while len(steps) < config.validation.steps and (step := packed.next_step()) is not None:
+        steps.append(step)
+    if sum(counted for _, counted in steps) == 0:
+        raise ValueError(f"[validation] path = {config.validation.path!r} holds no counted label")
+    return steps
+
+
+def document_mask(positions: torch.Tensor) -> torch.Tensor:
+    """positions [B, L], 0 at each document start -> [B, 1, L, L] bool, True where a query may see a key."""
+    length = positions.shape[1]
+    document = (positions == 0).cumsum(dim=1)
+    same = document[:, None, :, None] == document[:, None, None, :]
+    return same & torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Loss, gradient norm, router statistics
+# ---------------------------------------------------------------------------------------------------------------------
+# N tokens (B*L), V vocabulary (this TP rank's part where noted), D model dim, E experts, K experts per token
+
+
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class LMHead(nn.Linear):
+    """The output layer: logits, or the summed cross-entropy over chunks of tokens, so that full logits never exist.
+
+    Under tensor parallelism the weight is a DTensor sharded over the vocabulary and the hidden states are replicated
+    (or a plain tensor that is the same on all TP ranks); the loss then needs three small all-reduces per chunk.
+    """
+
+    num_chunks = 8  # torchtitan's default
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> LMHead:
+        head = cls(linear.in_features, linear.out_features, bias=False, device="meta")
+        head.weight = linear.weight
+        return head
+
+    def forward(self, hidden_BLD: torch.Tensor, labels_BL: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, L, D] -> logits [B, L, V] without labels, else the fp32 sum of -log p(label) over counted labels."""
+        group, vocab_start = None, 0
+        weight_VD, hidden = self.weight, hidden_BLD
+        if isinstance(weight_VD, DTensor):  # FSDP has unsharded it: what remains is the TP axis
+            mesh = weight_VD.device_mesh
+            _, offset = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
+            group, vocab_start = mesh.get_group(), offset[0]
+            if not isinstance(hidden, DTensor):
+                hidden = DTensor.from_local(hidden, mesh, run_check=False)
+            hidden = hidden.to_local(grad_placements=[Partial()])  # each rank holds the gradient of its vocabulary
+            weight_VD = weight_VD.to_local()
+        if labels_BL is None:
+            logits = nn.functional.linear(hidden, weight_VD)
+            if group is None:
+                return logits
+            parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, logits.contiguous(), group=group)
+            return torch.cat(parts, dim=-1)
+        return _ChunkedCrossEntropy.apply(
+            hidden.flatten(0, 1),
+            weight_VD,
+            labels_BL.flatten(),
+            vocab_start,
+            group,
+            self.num_chunks,
+            torch.is_grad_enabled(),
+        )
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies, its gradients computed chunk by chunk in the forward pass and scaled in the backward."""
+
+    @staticmethod
+    def forward(ctx, hidden_ND, weight_VD, labels_N, vocab_start, group, num_chunks, need_grad):
+        total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
+        vocab_V = torch.arange(
+            vocab_start, vocab_start + weight_VD.shape[0], dtype=torch.int32, device=hidden_ND.device
+        )
+        grad_hidden_ND = torch.empty_like(hidden_ND) if need_grad else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if need_grad else None
+        chunk = math.ceil(hidden_ND.shape[0] / num_chunks)
+        for start in range(0, hidden_ND.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            h_nD, labels_n1 = hidden_ND[rows], labels_N[rows, None]
+            logits_nV = (h_nD @ weight_VD.T).float()
+            highest_n1 = logits_nV.amax(dim=1, keepdim=True)
+            if group is not None:
+                dist.all_reduce(highest_n1, op=dist.ReduceOp.MAX, group=group)
+            exp_nV = (logits_nV - highest_n1).exp()
+            # A comparison instead of a gather: no 64-bit index, and a label of another rank's vocabulary adds 0.
+            is_label_nV = vocab_V == labels_n1
+            sums_2n1 = torch.stack([exp_nV.sum(1, keepdim=True), (logits_nV * is_label_nV).sum(1, keepdim=True)])
+            if group is not None:
+                dist.all_reduce(sums_2n1, group=group)
+            counted_n1 = labels_n1 != IGNORE_INDEX
+            nll_n1 = sums_2n1[0].log() + highest_n1 - sums_2n1[1]
+            total += torch.where(counted_n1, nll_n1, 0.0).sum()
+            if need_grad:
+                grad_nV = ((exp_nV / sums_2n1[0] - is_label_nV.float()) * counted_n1).to(hidden_ND.dtype)
+                grad_hidden_ND[rows] = grad_nV @ weight_VD
+                grad_weight_VD += grad_nV.T @ h_nD
+        if need_grad:
+            ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad_total):
+        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
+        scale = grad_total.to(grad_hidden_ND.dtype)
+        return grad_hidden_ND * scale, grad_weight_VD * scale, None, None, None, None, None
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale gradients so that their norm is at most max_norm; returns the norm before, the same on every layout.
+
+    Squares are summed on the local shards, then over exactly those mesh axes that shard the gradient. (A replicated
+    gradient is counted once; gradients on different meshes, as with expert parallelism, are fine.)
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    by_axes: dict[tuple, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        axes: tuple = ()
+        if isinstance(gradient, DTensor):
+            if any(p.is_partial() for p in gradient.placements):
+                raise RuntimeError(f"a gradient is still a partial sum: {gradient.placements}")
+            sharded = [i for i, p in enumerate(gradient.placements) if not p.is_replicate()]
+            axes = tuple(gradient.device_mesh.get_group(i) for i in sharded)
+        by_axes.setdefault(axes, []).append(to_local(gradient))
+    total = torch.zeros((), dtype=torch.float32, device=to_local(gradients[0]).device)
+    for axes, locals_ in by_axes.items():
+        norms = torch.stack(torch._foreach_norm([g for g in locals_ if g.numel()] or [total]))
+        squares = norms.float().square().sum()
+        for group in axes:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_'s formula
+    torch._foreach_mul_([to_local(g) for g in gradients], scale)
+    return norm
+
+
+class Routing(NamedTuple):
+    """What one MoE layer's router decided in the last forward pass, on this data rank's tokens."""
+
+    probs_NE: torch.Tensor  # fp32 softmax over all experts, differentiable
+    ids_NK: torch.Tensor  # the chosen experts
+
+
+def tokens_per_expert(layers: list[Routing], real_N: torch.Tensor) -> torch.Tensor:
+    """[layers, E] fp32: how many real tokens chose each expert, on this data rank."""
+    experts = torch.arange(layers[0].probs_NE.shape[1], device=real_N.device)
+    counts = []
+    for layer in layers:
+        chosen_NE = (layer.ids_NK[:, :, None] == experts).any(dim=1)  # a token's K experts differ
+        counts.append((chosen_NE & real_N[:, None]).float().sum(dim=0))
+    return torch.stack(counts).detach()
+
+
+def moe_metrics(loads: list[torch.Tensor], group: dist.ProcessGroup | None, aux: float | None) -> dict[str, float]:
+    """Numbers for the log line from the [layers, E] counts of each micro-step; {} for a dense model."""
+    if not loads:
+        return {}
+    counts = torch.stack(loads).sum(dim=0)
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    imbalance = (counts.amax(dim=1) / counts.mean(dim=1)).mean().item()  # 1: every expert has the same load
+    return {"expert_max_over_mean": imbalance} | ({} if aux is None else {"balance_loss": aux})
+
+
+def load_balancing_loss(layers: list[Routing], real_N: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Qwen3's balancing loss (Transformers `load_balancing_loss_func`): E * sum_e f_e * P_e.
+
+    f_e is the mean number of choices of expert e per token, P_e its mean router probability, both over the real tokens
+    of all layers and of all data ranks of the micro-step (`group` holds the data ranks). Returns this rank's additive
+    part: the parts of all data ranks sum to the loss, so its gradient adds up as the cross-entropy's does.
+    """
+    counts_E = tokens_per_expert(layers, real_N).sum(dim=0)
+    tokens = real_N.float().sum() * len(layers)
+    stats = torch.cat([counts_E, tokens[None]])
+    if group is not None:
+        dist.all_reduce(stats, group=group)
+    f_E, tokens = stats[:-1] / stats[-1], stats[-1]
+    prob_sum_E = torch.stack([(layer.probs_NE * real_N[:, None]).sum(dim=0) for layer in layers]).sum(dim=0)
+    return f_E.shape[0] * (f_E * prob_sum_E).sum() / tokens
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Safetensors: Hugging Face folder in and out
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """One Hugging Face tensor inside a model parameter: the box at `offset` of the parameter, of size `shape`.
+
+    A stack of experts has leading dims of size 1 in `shape` that the Hugging Face tensor lacks.
+    """
+
+    hf_name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        return self.shape[1:] if len(self.shape) == 3 else self.shape
+
+
+Pieces = Callable[[str, tuple[int, ...]], list[Piece]]  # (parameter name, full shape) -> what it is made of
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters under their plain names, without the prefix that activation checkpointing adds."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+
+class HFFolder:
+    """The tensors of a Hugging Face folder by name, read lazily and by slice. Only safetensors are ever opened."""
+
+    def __init__(self, folder: Path):
+        self.folder, self._open = folder, {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                self.file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{index} is not a valid index of safetensors files") from None
+            if absent := sorted({f for f in self.file_of.values() if not (folder / f).is_file()}):
+                raise ValueError(f"{folder}: the index names files that are not there: {', '.join(absent)}")
+            for name, file in self.file_of.items():
+                if name not in self._handle(file).keys():  # noqa: SIM118 - safe_open is no dict
+                    raise ValueError(f"{index} places {name} in {file}, but that file does not hold it")
+        elif (folder / "model.safetensors").is_file():
+            self.file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")
+        else:
+            raise ValueError(
+                f"{folder} has neither model.safetensors nor model.safetensors.index.json; "
+                f"other weight formats (.bin, .pt, .gguf) are not read: convert them with Transformers' save_pretrained"
+            )
+        self.fused = {n for n in self.file_of if n.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))}
+
+    def _handle(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                self._open[file] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                with open(path, "rb") as handle:
+                    pointer = handle.read(40).startswith(b"version https://git-lfs")
+                why = "it is a Git LFS pointer, not the file: run `git lfs pull`" if pointer else "incomplete download?"
+                raise ValueError(f"{path} is not a readable safetensors file ({error}); {why}") from None
+        return self._open[file]
+
+    def _source(self, hf_name: str) -> tuple[str, tuple[int | slice, ...]]:
+        """(tensor in the files, index into it): experts may be stored one by one or fused, as Transformers v5 can."""
+        if hf_name in self.file_of or not self.fused:
+            return hf_name, ()
+        match = re.fullmatch(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", hf_name)
+        if not match:
+            return hf_name, ()
+        prefix, expert, kind = match.groups()
+        if kind == "down":
+            return f"{prefix}.down_proj", (int(expert),)
+        fused = f"{prefix}.gate_up_proj"  # [E, 2 I, H]: gate rows first
+        half = self._slice(fused).get_shape()[1] // 2 if fused in self.file_of else 0
+        return fused, (int(expert), slice(0, half) if kind == "gate" else slice(half, 2 * half))
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self.file_of[name]).get_slice(name)
+
+    def info(self, hf_name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """(shape, dtype) of a Hugging Face tensor, None if the files lack it."""
+        name, index = self._source(hf_name)
+        if name not in self.file_of:
+            return None
+        shape = list(self._slice(name).get_shape())
+        if index and index[0] >= shape[0]:
+            return None
+        if index:
+            shape = [index[1].stop - index[1].start, *shape[2:]] if len(index) == 2 else shape[1:]
+        return tuple(shape), _DTYPES[self._slice(name).get_dtype()]
+
+    def read(self, hf_name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        """The box of one tensor; only these bytes are read."""
+        name, index = self._source(hf_name)
+        if len(index) == 2:
+            start = index[1].start
+            box = (slice(box[0].start + start, box[0].stop + start), *box[1:])
+        if index:
+            return self._slice(name)[(slice(index[0], index[0] + 1), *box)][0]
+        return self._slice(name)[box]
+
+    def check(self, wanted: dict[str, tuple[int, ...]], tied: bool) -> None:
+        """Every wanted tensor there with its shape, every tensor in the files wanted. Raises ValueError with names."""
+        sources = {name: self._source(name)[0] for name in wanted}
+        missing = [name for name in wanted if self.info(name) is None]
+        unexpected = sorted(set(self.file_of) - set(sources.values()))
+        if tied and "lm_head.weight" in unexpected:
+            log("weights      lm_head.weight in the files is not read: tie_word_embeddings is true")
+            unexpected.remove("lm_head.weight")
+        wrong = [
+            f"{name} {self.info(name)[0]} instead of {shape}"
+            for name, shape in wanted.items()
+            if name not in missing and self.info(name)[0] != shape
+        ]
+        fused_count = {n: self._slice(n).get_shape()[0] for n in self.fused}
+        experts = {n: sum(s == n for s in sources.values()) // (2 if "gate_up" in n else 1) for n in self.fused}
+        wrong += [
+            f"{n} holds {fused_count[n]} experts, not {experts[n]}" for n in self.fused if experts[n] != fused_count[n]
+        ]
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", wrong)):
+            if names:
+                some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+                raise ValueError(f"{self.folder}: {len(names)} tensors {what} for this config.json: {some}")
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def _local_box(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(shape, offset) of this rank's part inside the full parameter: always one box, FSDP over TP included."""
+    if isinstance(parameter, DTensor):
+        return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(parameter.shape), (0,) * parameter.ndim
+
+
+def wanted_tensors(model: nn.Module, pieces: Pieces) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every tensor that the model is made of."""
+    return {p.hf_name: p.hf_shape for name, w in named_parameters(model) for p in pieces(name, tuple(w.shape))}
+
+
+@torch.no_grad()
+def fill_weights(model: nn.Module, pieces: Pieces, read: Callable[[str, tuple[slice, ...]], torch.Tensor]) -> None:
+    """Copy into every local shard the boxes it covers; `read(hf_name, box)` gives them.
+
+    Holds at most one shard beside the model. Raises RuntimeError if a shard is not covered exactly.
+    """
+    for name, parameter in named_parameters(model):
+        shape, offset = _local_box(parameter)
+        shard = torch.empty(shape, dtype=parameter.dtype)
+        filled = 0
+        for piece in pieces(name, tuple(parameter.shape)):
+            low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
+            ends = zip(offset, shape, piece.offset, piece.shape, strict=True)
+            high = [min(a + n, b + m) for a, n, b, m in ends]
+            if any(h <= lo for lo, h in zip(low, high, strict=True)):
+                continue
+            box = tuple(slice(lo - b, h - b) for lo, h, b in zip(low, high, piece.offset, strict=True))
+            target = shard[tuple(slice(lo - a, h - a) for lo, h, a in zip(low, high, offset, strict=True))]
+            source = read(piece.hf_name, box[len(box) - len(piece.hf_shape) :])
+            target.copy_(source.view(target.shape))
+            filled += target.numel()
+        if filled != shard.numel():
+            raise RuntimeError(f"{name}: {filled} of {shard.numel()} values of the local shard were filled")
+        to_local(parameter).copy_(shard)
+
+
+def load_weights(model: nn.Module, pieces: Pieces, folder: Path, tied: bool) -> None:
+    """Fill the sharded model from the folder's safetensors; all problems are found before anything is read."""
+    files = HFFolder(folder)
+    wanted = wanted_tensors(model, pieces)
+    files.check(wanted, tied)
+    fill_weights(model, pieces, files.read)
+    log(f"weights      {len(wanted)} tensors from {folder}")
+
+
+def random_weights(model: nn.Module, pieces: Pieces, hf_config: Any, seed: int) -> None:
+    """Seeded random weights, drawn on CPU per Hugging Face tensor name: the same for every path, mesh and device.
+
+    Norm weights are 1, all others normal with config.json's initializer_range (Transformers' rule for Qwen3).
+    """
+    shapes = wanted_tensors(model, pieces)
+
+    def read(hf_name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        if len(shapes[hf_name]) == 1:
+            return torch.ones(shapes[hf_name])[box]
+        # A stable hash of the name: Python's own differs between processes.
+        name_seed = int.from_bytes(hf_name.encode()[-64:], "little") % (2**31 - 1)
+        generator = torch.Generator().manual_seed(seed * 2**31 + name_seed)
+        return torch.empty(shapes[hf_name]).normal_(0, hf_config.initializer_range, generator=generator)[box]
+
+    fill_weights(model, pieces, read)
+    log(f"weights      {len(shapes)} tensors drawn at random from seed {seed}")
+
+
+TOKENIZER_FILES = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    return [(0, int(s)) if s.isdigit() else (1, s) for s in re.split(r"(\d+)", name) if s]
+
+
+@torch.no_grad()
+def export_hf_folder(
+    model: nn.Module, pieces: Pieces, source: Path, out: Path, dtype: str, cpu_group: dist.ProcessGroup,
+    max_file_bytes: int = 5 * 10**9,
+) -> None:  # fmt: skip
+    """Write a complete Hugging Face folder: weights under Hugging Face names, one tensor per expert, config, tokenizer.
+
+    Parameters are gathered one at a time; files are spread over the ranks. The bytes depend neither on the mesh nor
+    on the path. The folder appears under its name when it is complete; an older one is replaced then.
+    """
+    from safetensors.torch import save_file
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wanted = wanted_tensors(model, pieces)
+    out_dtype = _export_dtypes(wanted, source, dtype)
+    files: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(wanted, key=_natural):
+        nbytes = math.prod(wanted[name]) * out_dtype[name].itemsize
+        if files[-1] and size + nbytes > max_file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += nbytes
+    if len(files) == 1:
+        file_names = ["model.safetensors"]
+    else:
+        file_names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    file_of = {name: i for i, names in enumerate(files) for name in names}
+    temporary = out.with_name(out.name + ".tmp")
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier(group=cpu_group)
+
+    parameters = [(pieces(n, tuple(p.shape)), p) for n, p in named_parameters(model)]
+    parameters.sort(key=lambda item: _natural(item[0][0].hf_name))
+    waiting: dict[int, dict[str, torch.Tensor]] = {}
+    for parts, parameter in progress(parameters, "export"):
+        full = parameter.detach()
+        narrow = {out_dtype[p.hf_name] for p in parts}
+        if len(narrow) == 1:
+            full = full.to(narrow.pop())  # before the gather: half the bytes on the wire
+        full = full.full_tensor() if isinstance(full, DTensor) else full
+        for part in parts:
+            index = file_of[part.hf_name]
+            if index % world != rank:
+                continue
+            box = tuple(slice(o, o + n) for o, n in zip(part.offset, part.shape, strict=True))
+            value = full[box].reshape(part.hf_shape).to("cpu", out_dtype[part.hf_name], copy=True).contiguous()
+            held = waiting.setdefault(index, {})
+            held[part.hf_name] = value
+            if len(held) == len(files[index]):
+                save_file(held, temporary / file_names[index], metadata={"format": "pt"})
+                del waiting[index]
+    dist.barrier(group=cpu_group)
+    if rank == 0:
+        if len(files) > 1:
+            total = sum(math.prod(wanted[n]) * out_dtype[n].itemsize for n in wanted)
+            weight_map = {n: file_names[file_of[n]] for n in sorted(wanted)}
+            index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            (temporary / "model.safetensors.index.json").write_text(index_text + "\n")
+        _write_config_json(source, temporary, out_dtype)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, temporary / name)
+        replace_folder(temporary, out)
+    dist.barrier(group=cpu_group)
+    log(f"export       {len(wanted)} tensors in {len(files)} file(s): {out}")
+    log("load it with this line:")
+    log(f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(out)!r})")
+
+
+def _export_dtypes(wanted: dict[str, tuple[int, ...]], source: Path, dtype: str) -> dict[str, torch.dtype]:
+    if dtype != "source":
+        return dict.fromkeys(wanted, getattr(torch, dtype))
+    try:
+        files = HFFolder(source)
+    except ValueError:  # random init from a folder without weights: what config.json says
+        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        return dict.fromkeys(wanted, getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"))
+    return {name: files.info(name)[1] for name in wanted}
+
+
+def _write_config_json(source: Path, out: Path, out_dtype: dict[str, torch.dtype]) -> None:
+    """config.json byte for byte, unless its dtype is not that of the files."""
+    text = (source / "config.json").read_text(encoding="utf-8")
+    raw = json.loads(text)
+    counts: dict[str, int] = {}
+    for value in out_dtype.values():
+        name = str(value).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + 1
+    main = max(counts, key=counts.get)
+    if (raw.get("dtype") or raw.get("torch_dtype")) != main:
+        raw.pop("torch_dtype", None)
+        text = json.dumps({**raw, "dtype": main}, indent=2) + "\n"
+    (out / "config.json").write_text(text, encoding="utf-8")
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Rename `new` to `old`; what was there is removed only afterwards."""
+    aside = old.with_name(old.name + ".old")
+    shutil.rmtree(aside, ignore_errors=True)
+    if old.exists():
+        old.rename(aside)
+    new.rename(old)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def progress(items: list, label: str) -> Iterable:
+    """A progress bar on rank 0's terminal; none elsewhere."""
+    from tqdm import tqdm
+
+    return tqdm(items, desc=label, leave=False, disable=dist.get_rank() != 0 or not sys.stderr.isatty())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 7. Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_identity(path_name: str, hf_config: Any) -> dict[str, Any]:
+    """What must be the same for a checkpoint to fit: the training path and the sizes in config.json."""
+    names = (
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok",
+        "tie_word_embeddings",
+    )  # fmt: skip
+    return {"path": path_name, **{n: getattr(hf_config, n) for n in names if getattr(hf_config, n, None) is not None}}
+
+
+def prepare_run_folder(config: Config, path_name: str, cpu_group: dist.ProcessGroup) -> Path:
+    """Create <dump_folder>/<path>, check that it is writable, and record config, command and versions in it."""
+    folder = Path(config.job.dump_folder) / path_name
+    problem = [None]
+    if dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.toml").write_text(toml_text(config), encoding="utf-8")
+            (folder / "run.json").write_text(json.dumps(run_record(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            problem = [f"[job] dump_folder = {config.job.dump_folder!r} cannot be written: {error}"]
+    dist.broadcast_object_list(problem, src=0, group=cpu_group)
+    if problem[0]:
+        raise ValueError(problem[0])
+    return folder
+
+
+def run_record() -> dict[str, Any]:
+    """Command, git commit and versions, for the run folder."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True, check=False)
+    versions = {}
+    for name in ("torch", "torchtitan", "transformers", "safetensors", "torch-neuronx", "nki", "neuronx-cc"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "command": sys.argv,
+        "git_commit": commit.stdout.strip() or None,
+        "python": sys.version.split()[0],
+        "versions": versions,
+        "device": DEVICE_TYPE,
+        "world_size": dist.get_world_size(),
+    }
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, train_state: dict[str, Any],
+    identity: dict[str, Any], keep: int, cpu_group: dist.ProcessGroup,
+) -> None:  # fmt: skip
+    """Write step-N.tmp, rename it to step-N when complete, then remove the oldest ones beyond `keep`.
+
+    meta.json lists every file with its size, so that a folder that lost a part is recognised.
+    """
+    final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
+    if dist.get_rank() == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier(group=cpu_group)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=temporary, process_group=cpu_group)
+    if dist.get_rank() == 0:
+        torch.save(train_state, temporary / "train_state.pt")
+        sizes = {str(f.relative_to(temporary)): f.stat().st_size for f in sorted(temporary.rglob("*")) if f.is_file()}
+        meta = {"step": step, "identity": identity, "files": sizes, "world_size": dist.get_world_size()}
+        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        replace_folder(temporary, final)
+        complete = [s for s, problem in list_checkpoints(folder) if problem is None]
+        for old in complete[:-keep] if keep else []:
+            shutil.rmtree(folder / f"step-{old}")
+    dist.barrier(group=cpu_group)
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, str | None]]:
+    """[(step, None or what is wrong with it)] in rising order; only folders named exactly step-<number> count."""
+    found = []
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if entry.is_dir() and re.fullmatch(r"step-\d+", entry.name):
+            found.append((int(entry.name[5:]), _checkpoint_problem(entry)))
+    return sorted(found)
+
+
+def _checkpoint_problem(entry: Path) -> str | None:
+    try:
+        files = json.loads((entry / "meta.json").read_text())["files"]
+    except (OSError, ValueError, KeyError):
+        return "no readable meta.json"
+    for name, size in files.items():
+        if not (entry / name).is_file():
+            return f"{name} is missing"
+        if (entry / name).stat().st_size != size:
+            return f"{name} has {(entry / name).stat().st_size} bytes instead of {size}"
+    return None
+
+
+def find_checkpoint(folder: Path, config: Config, identity: dict[str, Any], source: Path) -> Path | None:
+    """The checkpoint to resume from, None to start from `source`. Logs one line that says which, and why.
+
+    Raises ValueError for a step that is not there, RuntimeError for a checkpoint of another model or path.
+    """
+    if not config.checkpoint.enable:
+        log(f"start        fresh, from {source}; [checkpoint] enable = false")
+        return None
+    load_step = config.checkpoint.load_step
+    found = list_checkpoints(folder)
+    complete = [step for step, problem in found if problem is None]
+    for step, problem in found:
+        if problem is not None:
+            log(f"warning      {folder / f'step-{step}'} is incomplete and not used: {problem}")
+    if load_step != -1 and load_step not in complete:
+        raise ValueError(
+            f"[checkpoint] load_step = {load_step}: complete checkpoints in {folder}: {complete or 'none'}"
+        )
+    if not complete:
+        log(f"start        fresh, from {source}; no complete checkpoint in {folder}")
+        return None
+    path = folder / f"step-{complete[-1] if load_step == -1 else load_step}"
+    saved = json.loads((path / "meta.json").read_text())["identity"]
+    if saved != identity:
+        names = sorted(k for k in {*saved, *identity} if saved.get(k) != identity.get(k))
+        differ = "; ".join(f"{k}: {saved.get(k)} there, {identity.get(k)} here" for k in names)
+        raise RuntimeError(f"{path} belongs to another run ({differ}); choose another --job.dump_folder or remove it")
+    log(f"start        resumed from {path}; not used: {source}")
+    return path
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, cpu_group: dist.ProcessGroup
+) -> dict[str, Any]:
+    """Restore model and optimizer in place, on any mesh; returns the train_state that was saved."""
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=path, process_group=cpu_group)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return torch.load(path / "train_state.pt", weights_only=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 8. Learning rate, validation, sample, metrics
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW or SGD over the sharded fp32 parameters; norm weights (1-D) are not decayed."""
+    o = config.optimizer
+    parameters = [p for _, p in named_parameters(model)]
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    if o.name == "SGD":
+        return torch.optim.SGD(groups, lr=o.lr, foreach=True)
+    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
+    """Set and return the rate of the step with this number (the first is 1).
+
+    Linear warmup, constant, decay over the last share of all steps. A function of the step: nothing to save.
+    """
+    s, total = config.lr_scheduler, config.training.steps
+    decay_steps = round(total * s.decay_ratio)
+    factor = min(1.0, step / s.warmup_steps) if s.warmup_steps else 1.0
+    if decay_steps and step > total - decay_steps:
+        done = (step - 1 - (total - decay_steps)) / decay_steps
+        left = 1 - done if s.decay_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        factor = min(factor, s.min_lr_factor + (1 - s.min_lr_factor) * left)
+    lr = config.optimizer.lr * factor
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def check_finite(step: int, loss: float, grad_norm: torch.Tensor) -> None:
+    """Stop before the update when the global loss or gradient norm is not finite (on every rank alike)."""
+    if not (math.isfinite(loss) and math.isfinite(grad_norm.item())):
+        raise RuntimeError(
+            f"step {step}: loss {loss}, gradient norm {grad_norm.item()}: not finite, weights were not updated. "
+            f"Lower [optimizer] lr, add [lr_scheduler] warmup_steps, or look at the data of this step"
+        )
+
+
+@torch.no_grad()
+def evaluate(loss_sum: Callable[[Batch], torch.Tensor], steps: list[tuple[list[Batch], int]], dims: Any) -> float:
+    """Mean loss per counted label over the whole validation set: sums are divided once, at the end.
+
+    `loss_sum` gives this data rank's summed loss of one batch; every rank must call this.
+    """
+    device = torch.device(DEVICE_TYPE)
+    total = torch.zeros((), device=device)
+    for batches, _ in steps:
+        for batch in batches:
+            total += loss_sum(batch.to(device))
+    dist.all_reduce(total)
+    return total.item() / dims.tp / sum(counted for _, counted in steps)  # TP ranks hold the same loss
+
+
+@torch.no_grad()
+def greedy_sample(hidden_states: Callable[[Batch], torch.Tensor], head: LMHead, tokenizer: Any, config: Config) -> str:
+    """Continue `sample.prompt` greedily; every forward pass has the shape of a training micro-batch."""
+    device = torch.device(DEVICE_TYPE)
+    shape = (config.training.local_batch_size, config.training.seq_len)
+    ids = tokenizer.encode(config.sample.prompt, add_special_tokens=False)[: shape[1] - 1] or [tokenizer.eos_token_id]
+    prompt_length, end_ids = len(ids), {tokenizer.eos_token_id, document_end_id(tokenizer)}
+    positions = torch.arange(shape[1]).expand(shape)
+    while len(ids) < min(shape[1], prompt_length + config.sample.max_new_tokens):
+        row = torch.zeros(shape, dtype=torch.int32)
+        row[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
+        hidden_BLD = to_local(hidden_states(Batch(row, row, positions).to(device)))
+        last = torch.tensor([len(ids) - 1], device=device)  # an index tensor: the graph does not depend on its value
+        next_id = int(head(hidden_BLD.index_select(1, last))[0, 0].argmax())
+        ids.append(next_id)
+        if next_id in end_ids:
+            break
+    return tokenizer.decode(ids[prompt_length:])
+
+
+def parameter_counts(hf_config: Any) -> tuple[int, int]:
+    """(all parameters, parameters that multiply one token), from config.json alone.
+
+    The second leaves out the embedding lookup and the experts that a token does not visit.
+    """
+    c = hf_config
+    attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
+    total = active = 0
+    for layer in range(c.num_hidden_layers):
+        total += attention + 2 * c.head_dim + 2 * c.hidden_size
+        active += attention
+        if is_moe_layer(c, layer):
+            expert = 3 * c.hidden_size * c.moe_intermediate_size
+            total += c.num_experts * (expert + c.hidden_size)
+            active += c.num_experts_per_tok * expert + c.num_experts * c.hidden_size
+        else:
+            total += 3 * c.hidden_size * c.intermediate_size
+            active += 3 * c.hidden_size * c.intermediate_size
+    vocabulary = c.vocab_size * c.hidden_size
+    total += c.hidden_size + vocabulary * (1 if c.tie_word_embeddings else 2)
+    return total, active + vocabulary
+
+
+def flops_per_token(hf_config: Any, seq_len: int) -> float:
+    """Training FLOPs per token: 6 per active parameter, plus causal attention (PaLM, arXiv:2204.02311, appendix B).
+
+    Attention: forward 2 matmuls of 2 * heads * head_dim * seq_len / 2 on average, backward twice that.
+    """
+    _, active = parameter_counts(hf_config)
+    width = hf_config.num_attention_heads * hf_config.head_dim
+    return 6 * active + 6 * hf_config.num_hidden_layers * width * seq_len
+
+
+def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, data: PackedText) -> None:
+    """One block before the first step: what is about to run."""
+    t, p = config.training, config.parallelism
+    total, active = parameter_counts(hf_config)
+    local = sum(to_local(w).numel() for _, w in named_parameters(model))
+    state_bytes = local * 4 * (4 if config.optimizer.name == "AdamW" else 2)  # fp32 weight, gradient, two moments
+    axes = [("replicate", dims.dp_replicate), ("fsdp", dims.dp_shard), ("tp", dims.tp), ("ep", dims.ep)]
+    mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "1 process"
+    _, ranks = data_rank_and_size(dims)
+    accumulation = data.step_size // (t.local_batch_size * ranks)
+    rows = "stream" if data.num_rows is None else f"{data.num_rows:,} rows"
+    experts = f", {active / 1e6:,.1f}M active per token" if getattr(hf_config, "num_experts", 0) else ""
+    log(f"model        {hf_config.model_type}, {total / 1e6:,.1f}M parameters{experts}")
+    log(f"mesh         {mesh} on {DEVICE_TYPE}, {dist.get_world_size()} processes, compute {t.mixed_precision_param}")
+    log(f"step         {data.step_size} sequences x {t.seq_len} = {data.step_size * t.seq_len:,} tokens")
+    log(f"             {accumulation} micro-steps of {t.local_batch_size} x {t.seq_len} on each of {ranks} data ranks")
+    log(f"memory       {state_bytes / 2**30:.3f} GiB a rank for weights, gradients and {config.optimizer.name} states")
+    attention = "block-causal per document" if config.data.document_mask else "causal, documents run on"
+    log(f"data         {data.path}, {rows}, {attention}")
+    extras = [f"activation checkpointing {config.activation_checkpoint.mode}"]
+    if config.compile.enable:
+        extras.append(f"compiled blocks ({config.compile.backend})")
+    if p.tensor_parallel_degree > 1:
+        extras.append("sequence parallel" if p.enable_sequence_parallel else "no sequence parallel")
+    log(f"             {', '.join(extras)}")
+
+
+# Dense bf16 peaks per device that a rank owns, in FLOP/s.
+PEAK_FLOPS = {
+    "neuron": 166.75e12,  # trn2: 667 TFLOP/s a chip, 4 logical cores at LNC=2 (AWS Trainium2 architecture page)
+    "H100": 989e12,  # NVIDIA H100 SXM data sheet
+    "H200": 989e12,  # NVIDIA H200 data sheet
+    "A100": 312e12,  # NVIDIA A100 data sheet
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak of this rank's device, None when it is not in the table."""
+    name = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float | None:
+    """Highest memory in use so far on this rank's device in GiB (on CPU: of the whole process), None if unknown."""
+    if device.type == "cpu":
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
+    module = getattr(torch, device.type)
+    module.synchronize()  # counters lag on Neuron (`trainium_facts` 2)
+    return module.max_memory_allocated() / 2**30
+
+
+class Metrics:
+    """One aligned line per logged step on rank 0; the same numbers in metrics.jsonl and TensorBoard."""
+
+    def __init__(self, config: Config, folder: Path, hf_config: Any, device: torch.device, tokens_per_step: int):
+        self.config, self.device, self.tokens_per_step = config, device, tokens_per_step
+        self.flops_per_token = flops_per_token(hf_config, config.training.seq_len)
+        self.peak = peak_flops(device)
+        self.file = self.board = None
+        if dist.get_rank() == 0:
+            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
+            if config.metrics.enable_tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self.board = SummaryWriter(str(folder / "tensorboard"))
+        self.restart_clock(0)
+
+    def restart_clock(self, step: int) -> None:
+        """Time from here on counts as training (after a validation, a checkpoint, the first step)."""
+        self.clock, self.clock_step = time.perf_counter(), step
+
+    def step(self, step: int, loss: float, grad_norm: float, lr: float, first: bool, **extra: float) -> None:
+        """Log the step if it is due. Call it on every rank; `loss` and `grad_norm` are global numbers."""
+        if not (first or step % self.config.metrics.log_freq == 0 or step == self.config.training.steps):
+            return
+        seconds = (time.perf_counter() - self.clock) / max(1, step - self.clock_step)
+        tokens_per_second = self.tokens_per_step / seconds
+        tflops = tokens_per_second * self.flops_per_token / dist.get_world_size() / 1e12
+        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_seconds": seconds}
+        values |= {"tokens_per_second": tokens_per_second, "tflops_per_device": tflops}
+        if self.peak:
+            values["mfu"] = tflops * 1e12 / self.peak
+        if (memory := peak_memory_gib(self.device)) is not None:
+            values["memory_gib"] = memory
+        self.write(step, values | extra)
+        mfu = f"{100 * values['mfu']:4.1f}%" if self.peak else "n/a"
+        line = (
+            f"step {step:>6}/{self.config.training.steps}  loss {loss:8.4f}  grad norm {grad_norm:8.4f}  lr {lr:.2e}  "
+            f"tok/s {tokens_per_second:>9,.0f}  TFLOP/s {tflops:6.2f}  MFU {mfu}  mem {memory:5.2f} GiB"
+        )
+        line += "".join(f"  {name.replace('_', ' ')} {value:.2f}" for name, value in extra.items())
+        log(line + (f"  (first step: {seconds:.1f} s)" if first else ""))
+        self.restart_clock(step)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """To metrics.jsonl and TensorBoard only."""
+        if self.file:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+            self.file.flush()
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        for sink in (self.file, self.board):
+            if sink:
+                sink.close()

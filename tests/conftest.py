@@ -1,0 +1,261 @@
+"""Shared by the tests: tiny models, a pool of worker processes, and one call that trains through the real scripts.
+
+The tests look at a training run from outside, through what it writes: losses and gradient norms in metrics.jsonl,
+weights in the exported folder. With SGD the weights after one step are the gradient of every parameter.
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO))
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
+
+import common  # noqa: E402 - before torchtitan
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from make_debug_models import save_model, tiny_tokenizer  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
+
+MAX_WORKERS = 4
+JOB_TIMEOUT_SECONDS = 120
+
+# The test bench: hidden, intermediate, expert width and heads x head_dim all differ; std 0.2 makes errors large.
+D0 = dict(
+    vocab_size=384, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rms_norm_eps=1e-6,
+    max_position_embeddings=256, tie_word_embeddings=False, initializer_range=0.2,
+)  # fmt: skip
+M0 = D0 | dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, router_aux_loss_coef=0.001
+)
+
+
+# ----- models and data -----
+
+
+def make_model(folder: Path, seed: int = 0, max_shard_size: str = "5GB", **changes) -> Path:
+    """Write a tiny model folder: D0 with changes, or M0 if `num_experts` is among them."""
+    is_moe = "num_experts" in changes
+    config = (Qwen3MoeConfig if is_moe else Qwen3Config)(**(M0 if is_moe else D0) | changes)
+    save_model(folder, config, TOKENIZER(), seed=seed, max_shard_size=max_shard_size)
+    return folder
+
+
+def TOKENIZER():  # noqa: N802 - trained once per process
+    if not hasattr(TOKENIZER, "value"):
+        TOKENIZER.value = tiny_tokenizer(["def f(x): return x\n" * 3, "for i in range(10): print(i)\n"], vocab_size=300)
+    return TOKENIZER.value
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> dict[str, Path]:
+    """D0 (dense, untied), D0t (dense, tied), M0 (MoE), each with norm weights that are not all one."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {
+        "D0": make_model(root / "D0"),
+        "D0t": make_model(root / "D0t", tie_word_embeddings=True),
+        "M0": make_model(root / "M0", num_experts=8),
+    }
+    for folder in folders.values():
+        rewrite_weights(folder, lambda name, w: w + 0.1 * torch.randn(w.shape) if w.ndim == 1 else w)
+    return folders
+
+
+def rewrite_weights(folder: Path, change) -> None:
+    """Replace every tensor of a one-file folder by change(name, tensor)."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(1)
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: change(name, w).contiguous() for name, w in tensors.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> Path:
+    """40 numbered rows of uneven length."""
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [{"text": f"{i:03d} " + "x = f(y); " * (i * 7 % 11)} for i in range(40)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a Hugging Face folder."""
+    return {name: w for file in sorted(folder.glob("*.safetensors")) for name, w in load_file(file).items()}
+
+
+def hf_oracle(folder: Path):
+    """The Hugging Face model in fp32, one process."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+
+
+# ----- workers -----
+
+
+def _worker(rank: int, jobs, results) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    while (job := jobs.get()) is not None:
+        world, port, function, arguments = job
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        try:
+            results.put((rank, None, function(*arguments)))
+        except BaseException as error:
+            results.put((rank, f"{type(error).__name__}: {error}", traceback.format_exc()))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+class JobError(Exception):
+    """A job failed; `messages` holds one message per rank."""
+
+    def __init__(self, messages: dict[int, str], details: str):
+        super().__init__(details)
+        self.messages = messages
+
+
+class Workers:
+    """Processes that import torch once and then run many small distributed jobs."""
+
+    def __init__(self):
+        self.context = multiprocessing.get_context("spawn")
+        self.processes: dict[int, tuple] = {}
+
+    def _start(self, rank: int) -> None:
+        jobs = self.context.Queue()
+        process = self.context.Process(target=_worker, args=(rank, jobs, self.results), daemon=True)
+        process.start()
+        self.processes[rank] = (process, jobs)
+
+    def run(self, world: int, function, *arguments, expect_error: bool = False):
+        """function(*arguments) on `world` ranks; their results in rank order. Raises JobError, kills what hangs."""
+        if not self.processes:
+            self.results = self.context.Queue()
+        for rank in range(world):
+            if rank not in self.processes:
+                self._start(rank)
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        for rank in range(world):
+            self.processes[rank][1].put((world, port, function, arguments))
+        values, errors, details = {}, {}, ""
+        for _ in range(world):
+            try:
+                # After the first error the other ranks may wait in a collective for ever, as torchrun knows too.
+                rank, error, value = self.results.get(timeout=JOB_TIMEOUT_SECONDS if not errors else 5)
+            except Exception:
+                if not errors:
+                    errors, details = {-1: "timeout"}, f"no answer within {JOB_TIMEOUT_SECONDS} s"
+                self.stop()
+                break
+            if error is None:
+                values[rank] = value
+            else:
+                errors[rank] = error
+                details += f"\n--- rank {rank} ---\n{value}"
+        if errors:
+            raise JobError(errors, details)
+        return [values[rank] for rank in range(world)]
+
+    def stop(self) -> None:
+        for process, _ in self.processes.values():
+            process.kill()
+        self.processes = {}
+
+
+@pytest.fixture(scope="session")
+def workers():
+    pool = Workers()
+    yield pool
+    pool.stop()
+
+
+# ----- training runs -----
+
+
+@dataclass
+class Run:
+    folder: Path  # <dump_folder>/<path>
+    losses: list[float]
+    norms: list[float]
+    log: str  # what rank 0 printed
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return read_tensors(self.folder / "export")
+
+
+def make_config(**sections) -> common.Config:
+    """A Config from {section: {key: value}}, with small sizes, SGD and fp32 unless told otherwise."""
+    defaults = {
+        "training": dict(seq_len=32, steps=1, max_norm=1e9, mixed_precision_param="float32", global_batch_size=4),
+        "optimizer": dict(name="SGD", lr=1.0, weight_decay=0.0),
+        "activation_checkpoint": dict(mode="none"),
+        "metrics": dict(log_freq=1, enable_tensorboard=False),
+        "data": dict(shuffle=False, document_mask=True),
+        "export": dict(dtype="float32"),
+    }
+    config = common.Config()
+    for section in {*defaults, *sections}:
+        for key, value in (defaults.get(section, {}) | sections.get(section, {})).items():
+            assert hasattr(getattr(config, section), key), (section, key)
+            setattr(getattr(config, section), key, value)
+    common.check_config(config)
+    return config
+
+
+def run_main(path: str, config: common.Config, prepare=None) -> str:
+    """In a worker: train through the script's own main(); returns what this rank printed."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    script = importlib.import_module(f"train_{path}")
+    with prepare() if prepare else contextlib.nullcontext(), contextlib.redirect_stdout(out):
+        script.main(config)
+    return out.getvalue()
+
+
+@pytest.fixture
+def train(workers, texts, tmp_path):
+    """train(path, model, world=1, prepare=None, **sections) -> Run"""
+    count = 0
+
+    def call(path: str, model: Path, world: int = 1, prepare=None, folder: Path | None = None, **sections) -> Run:
+        nonlocal count
+        count += 1
+        sections.setdefault("model", {}).setdefault("path", str(model))
+        sections.setdefault("data", {}).setdefault("path", str(texts))
+        sections.setdefault("job", {})["dump_folder"] = str(folder or tmp_path / f"run{count}")
+        config = make_config(**sections)
+        logs = workers.run(world, run_main, path, config, prepare)
+        out = Path(config.job.dump_folder) / path
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if "loss" in line]
+        return Run(out, [s["loss"] for s in steps], [s["grad_norm"] for s in steps], logs[0])
+
+    return call
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want| in the Euclidean norm."""
+    return ((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)).item()
