@@ -35,6 +35,7 @@ import tomllib
 import traceback
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -180,6 +181,16 @@ class MoE:
 
 
 @dataclass
+class NKI:
+    """Of the nki_moe path."""
+
+    # auto: the NKI kernels on Neuron, their PyTorch references elsewhere; interpret: the kernel source on a CPU;
+    # simulate: the same in the official simulator, where the real nki package is installed
+    kernels: Literal["auto", "nki", "simulate", "interpret", "reference"] = "auto"
+    block_tokens: int = 256  # token slots per block; 512 once an expert sees 2,000 tokens or more in a micro-step
+
+
+@dataclass
 class Comm:
     timeout_seconds: int = 7200  # a collective that waits longer ends the run; Neuron compiles for minutes in step 1
 
@@ -209,6 +220,7 @@ class Config:
     sample: Sample = field(default_factory=Sample)
     export: Export = field(default_factory=Export)
     moe: MoE = field(default_factory=MoE)
+    nki: NKI = field(default_factory=NKI)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
 
@@ -380,6 +392,8 @@ def prepare_torchtitan(device_type: str) -> None:
 
 DEVICE_TYPE = pick_device_type()
 prepare_torchtitan(DEVICE_TYPE)
+# torchtitan's router asks for an fp32 autocast, which CPU lacks: it computes in the dtype of its input there.
+warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
 def init_distributed(timeout_seconds: int) -> tuple[torch.device, dist.ProcessGroup]:
@@ -412,7 +426,7 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def check_parallelism(config: Config, hf_config: Any, world_size: int) -> None:
+def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str) -> None:
     """Every divisibility rule, before weights are read. Raises ValueError: field, value, degree, what is allowed."""
     p, t = config.parallelism, config.training
     tp, replicate, shard = p.tensor_parallel_degree, p.data_parallel_replicate_degree, p.data_parallel_shard_degree
@@ -426,8 +440,10 @@ def check_parallelism(config: Config, hf_config: Any, world_size: int) -> None:
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     widths = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": hf_config.vocab_size}
     experts = getattr(hf_config, "num_experts", 0)
-    if experts:
+    if experts and path == "native":  # torchtitan cuts experts by width, the other paths give whole ones to the ranks
         widths["moe_intermediate_size"] = hf_config.moe_intermediate_size
+    elif experts:
+        widths["num_experts"] = experts
     if any(not is_moe_layer(hf_config, i) for i in range(hf_config.num_hidden_layers)):
         widths["intermediate_size"] = hf_config.intermediate_size
     for name, size in widths.items():

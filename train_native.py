@@ -301,7 +301,7 @@ def main(config: Config) -> None:
     t = config.training
     folder = common.fetch_model(config.model.path, need_weights=config.model.init == "pretrained")
     hf_config = common.load_hf_config(folder)
-    common.check_parallelism(config, hf_config, common.world_size())
+    common.check_parallelism(config, hf_config, common.world_size(), PATH)
     tokenizer = common.load_tokenizer(folder, hf_config)
 
     # 2. Process group, device, mesh.

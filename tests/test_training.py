@@ -66,7 +66,7 @@ def assert_same_step(run, oracle, lr, tolerance=1e-5):
             assert relative_error(gradient, want_gradient) < 2 * tolerance, f"gradient of {name}"
 
 
-@pytest.mark.parametrize("path", ["native", "hf"])
+@pytest.mark.parametrize("path", ["native", "hf", "nki_moe"])
 @pytest.mark.parametrize("name", ["D0", "D0t", "M0"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_step(train, models, texts, path, name, layout):
