@@ -1,21 +1,34 @@
 """What one runs around training: the environment.
 
     ./run.sh doctor                          what is installed, what each path will use, and what is wrong
+    ./run.sh parity CONFIG                   the training paths on several meshes, compared number by number
     python check.py requirements FILE ...    exit 1, with the line to run, if the active environment lacks something
 
-Only the standard library is imported here, torch is asked with its device plug-ins off, and no Neuron device is
-touched: one process owns the cores, and looking must not break a running job.
+The doctor imports only the standard library, asks torch with its device plug-ins off, and touches no Neuron device: one
+process owns the cores, and looking must not break a running job.
 """
 
+import contextlib
+import copy
+import importlib
 import importlib.metadata
 import importlib.util
+import io
+import itertools
+import json
+import multiprocessing
 import os
 import platform
+import queue
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,7 +324,182 @@ def requirements(arguments: list[str]) -> int:
     return 1 if problems else 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"doctor": doctor, "requirements": requirements}
+# ---------------------------------------------------------------------------------------------------------------------
+# parity
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Meshes on which the paths must agree: (processes, overrides of [parallelism])
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "1 process": (1, {}),
+    "fsdp 2": (2, {}),
+    "tp 2": (2, {"tensor_parallel_degree": 2}),
+    "fsdp 2 x tp 2": (4, {"tensor_parallel_degree": 2}),
+}
+# Largest allowed relative differences to the first row: loss and gradients of the first step, losses and exported
+# weights of all steps. The first two are rounding alone. The last two grow with every step of AdamW, which turns the
+# sign of a tiny gradient into a whole step.
+TOLERANCES = {"float32": (1e-5, 1e-4, 2e-3, 2e-2), "bfloat16": (1e-2, 5e-2, 2e-2, 1e-1)}
+
+
+class Workers:
+    """Processes that import torch once and then run many small distributed jobs (parity, and the tests)."""
+
+    def __init__(self, timeout_seconds: float = 120):
+        self.timeout_seconds = timeout_seconds
+        self.context = multiprocessing.get_context("spawn")
+        self.queues: dict[int, Any] = {}
+        self.processes: dict[int, Any] = {}
+        self.results = self.context.Queue()
+
+    def run(self, world: int, function: Callable, *arguments: Any) -> list[Any]:
+        """function(*arguments) on `world` ranks; the values in rank order. Raises JobError; never waits for ever."""
+        for rank in range(world):
+            if rank not in self.processes:
+                self.queues[rank] = self.context.Queue()
+                target = (rank, self.queues[rank], self.results)
+                self.processes[rank] = self.context.Process(target=_worker, args=target, daemon=True)
+                self.processes[rank].start()
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        for rank in range(world):
+            self.queues[rank].put((world, port, function, arguments))
+        values, errors, details = {}, {}, ""
+        while len(values) + len(errors) < world:
+            try:  # after the first error the others may wait in a collective for ever: torchrun would end them
+                rank, error, value = self.results.get(timeout=5 if errors else self.timeout_seconds)
+            except queue.Empty:
+                errors = errors or {-1: f"no answer within {self.timeout_seconds} s"}
+                self.stop()
+                break
+            if error is None:
+                values[rank] = value
+            else:
+                errors[rank] = error
+                details += f"\n--- rank {rank} ---\n{value}"
+        if errors:
+            raise JobError(errors, details or errors[-1])
+        return [values[rank] for rank in range(world)]
+
+    def stop(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for process in self.processes.values():
+            process.kill()
+        self.processes = {}
+        self.results = self.context.Queue()
+
+
+class JobError(Exception):
+    """A job failed; `messages` holds the message of each rank that did, -1 stands for a timeout."""
+
+    def __init__(self, messages: dict[int, str], details: str):
+        super().__init__(details)
+        self.messages = messages
+
+
+def _worker(rank: int, jobs: Any, results: Any) -> None:
+    import torch
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    while True:
+        world, port, function, arguments = jobs.get()
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
+        try:
+            results.put((rank, None, function(*arguments)))
+        except BaseException as error:  # reported to the parent, which raises
+            results.put((rank, f"{type(error).__name__}: {error}", traceback.format_exc()))
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+
+def train_quietly(path: str, config: Any) -> str:
+    """Train through the script's own main() and return what this rank printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        importlib.import_module(f"train_{path}").main(config)
+    return out.getvalue()
+
+
+def parity(arguments: list[str]) -> int:
+    """Train every path on every mesh from the same folder and data, and print how far they are apart.
+
+    Two runs each: one SGD step, whose change of the exported weights is the gradient of every parameter, and the
+    configured training for 20 steps (or --training.steps). Exit status 1 if a difference exceeds TOLERANCES.
+    """
+    import common
+
+    if not any(a.startswith("--training.steps") for a in arguments):
+        arguments = [*arguments, "--training.steps", "20"]
+    config = common.parse_config(arguments)
+    hf_config = common.load_hf_config(common.fetch_model(config.model.path))
+    paths = ["hf", "native"] + (["nki_moe"] if hasattr(hf_config, "num_experts") else [])
+    tolerance = TOLERANCES[config.training.mixed_precision_param]
+    workers, rows, failed = Workers(timeout_seconds=1200), [], False
+    print(f"{config.model.path}, {config.training.steps} steps, compute {config.training.mixed_precision_param}")
+    print(f"{'path':<9}{'mesh':<15}{'loss 1':>10}{'loss last':>11}    relative differences to the first row")
+    print(f"{'':45}{'loss 1':>12}{'gradients':>12}{'losses':>12}{'weights':>12}")
+    with tempfile.TemporaryDirectory() as folder:
+        start = common.HFFolder(common.fetch_model(config.model.path))
+        for mesh, path in itertools.product(MESHES, paths):
+            world, parallelism = MESHES[mesh]
+            one, many = (_parity_run(workers, path, config, world, parallelism, folder, single) for single in (1, 0))
+            gradients = {n: start.read_all(n).float() - w for n, w in one[1].items()}
+            rows.append((one[0][0], gradients, many[0], many[1]))
+            first, row = rows[0], rows[-1]
+            differences = (
+                abs(row[0] / first[0] - 1),
+                max(_difference(row[1][n], first[1][n]) for n in first[1]),
+                max(abs(a / b - 1) for a, b in zip(row[2], first[2], strict=True)),
+                max(_difference(row[3][n], first[3][n]) for n in first[3]),
+            )
+            good = all(d <= t for d, t in zip(differences, tolerance, strict=True))
+            failed |= not good
+            numbers = "".join(f"{d:12.1e}" for d in differences)
+            print(
+                f"{path:<9}{mesh:<15}{row[0]:10.5f}{row[2][-1]:11.5f}{numbers}  {'' if good else 'DIFFERS'}", flush=True
+            )
+    workers.stop()
+    print(f"{'allowed':<45}{''.join(f'{t:12.1e}' for t in tolerance)}")
+    print("the paths differ" if failed else "all paths and meshes agree")
+    return 1 if failed else 0
+
+
+def _parity_run(
+    workers: Workers, path: str, config: Any, world: int, parallelism: dict[str, int], folder: str, single_step: bool
+) -> tuple[list[float], dict[str, Any]]:
+    """(losses, exported tensors) of one training run."""
+    config = copy.deepcopy(config)
+    config.job.dump_folder, config.export.dtype = f"{folder}/run", "float32"
+    config.metrics.log_freq, config.metrics.enable_tensorboard = 1, False
+    config.validation.path = config.sample.prompt = ""
+    config.checkpoint.enable = False
+    for key, value in parallelism.items():
+        setattr(config.parallelism, key, value)
+    if single_step:
+        config.training.steps, config.training.max_norm = 1, 1e9
+        config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay = "SGD", 1.0, 0.0
+        config.lr_scheduler.warmup_steps = 0
+        config.lr_scheduler.decay_ratio = 0.0
+    try:
+        workers.run(world, train_quietly, path, config)
+        out = Path(folder) / "run" / path
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        import common
+
+        tensors = common.HFFolder(out / "export")
+        return [line["loss"] for line in lines if "loss" in line], {n: tensors.read_all(n) for n in tensors.file_of}
+    finally:
+        shutil.rmtree(f"{folder}/run", ignore_errors=True)
+
+
+def _difference(got: Any, want: Any) -> float:
+    return ((got - want).norm() / want.norm().clamp_min(1e-12)).item()
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"doctor": doctor, "requirements": requirements, "parity": parity}
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ import difflib
 import glob
 import importlib.util
 import json
+import logging
 import math
 import os
 import re
@@ -392,6 +393,8 @@ def prepare_torchtitan(device_type: str) -> None:
 
 DEVICE_TYPE = pick_device_type()
 prepare_torchtitan(DEVICE_TYPE)
+# Gathering a parameter that is cut over tp and fsdp takes two all-gathers: slow in a loop, right for an export.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # torchtitan's router asks for an fp32 autocast, which CPU lacks: it computes in the dtype of its input there.
 warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
@@ -1156,6 +1159,10 @@ class HFFolder:
         if index:
             return self._slice(name)[(slice(index[0], index[0] + 1), *box)][0]
         return self._slice(name)[box]
+
+    def read_all(self, hf_name: str) -> torch.Tensor:
+        """One whole tensor."""
+        return self.read(hf_name, tuple(slice(0, n) for n in self.info(hf_name)[0]))
 
     def check(self, wanted: dict[str, tuple[int, ...]], tied: bool) -> None:
         """Every wanted tensor there with its shape, every tensor in the files wanted. Raises ValueError with names."""
