@@ -1025,17 +1025,6 @@ def tokens_per_expert(layers: list[Routing], real_N: torch.Tensor) -> torch.Tens
     return torch.stack(counts).detach()
 
 
-def moe_metrics(loads: list[torch.Tensor], group: dist.ProcessGroup | None, aux: float | None) -> dict[str, float]:
-    """Numbers for the log line from the [layers, E] counts of each micro-step; {} for a dense model."""
-    if not loads:
-        return {}
-    counts = torch.stack(loads).sum(dim=0)
-    if group is not None:
-        dist.all_reduce(counts, group=group)
-    imbalance = (counts.amax(dim=1) / counts.mean(dim=1)).mean().item()  # 1: every expert has the same load
-    return {"expert_max_over_mean": imbalance} | ({} if aux is None else {"balance_loss": aux})
-
-
 def load_balancing_loss(layers: list[Routing], real_N: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Qwen3's balancing loss (Transformers `load_balancing_loss_func`): E * sum_e f_e * P_e.
 
@@ -1695,8 +1684,10 @@ def peak_memory_gib(device: torch.device) -> float | None:
 class Metrics:
     """One aligned line per logged step on rank 0; the same numbers in metrics.jsonl and TensorBoard."""
 
-    def __init__(self, config: Config, folder: Path, hf_config: Any, device: torch.device, tokens_per_step: int):
-        self.config, self.device, self.tokens_per_step = config, device, tokens_per_step
+    def __init__(
+        self, config: Config, folder: Path, hf_config: Any, device: torch.device, tokens_per_step: int, start: int
+    ):
+        self.config, self.device, self.tokens_per_step, self.first = config, device, tokens_per_step, start + 1
         self.flops_per_token = flops_per_token(hf_config, config.training.seq_len)
         self.peak = peak_flops(device)
         self.file = self.board = None
@@ -1706,15 +1697,33 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(str(folder / "tensorboard"))
-        self.restart_clock(0)
+        self.restart_clock(start)
 
     def restart_clock(self, step: int) -> None:
         """Time from here on counts as training (after a validation, a checkpoint, the first step)."""
         self.clock, self.clock_step = time.perf_counter(), step
 
-    def step(self, step: int, loss: float, grad_norm: float, lr: float, first: bool, **extra: float) -> None:
+    def due(self, step: int) -> bool:
+        """Is this step logged? The same answer on every rank."""
+        return step in (self.first, self.config.training.steps) or step % self.config.metrics.log_freq == 0
+
+    def expert_load(
+        self, step: int, loads: list[torch.Tensor], data_group: dist.ProcessGroup | None
+    ) -> dict[str, float]:
+        """From the [layers, E] token counts of each micro-step: imbalance for the log line, histogram for TensorBoard.
+
+        1 means that every expert of every layer has the same load, E that one expert has it all.
+        """
+        counts = torch.stack(loads).sum(dim=0)
+        if data_group is not None:
+            dist.all_reduce(counts, group=data_group)
+        if self.board:
+            self.board.add_histogram("tokens_per_expert", counts.flatten().cpu(), step)
+        return {"expert_max_over_mean": (counts.amax(dim=1) / counts.mean(dim=1)).mean().item()}
+
+    def step(self, step: int, loss: float, grad_norm: float, lr: float, extra: dict[str, float]) -> None:
         """Log the step if it is due. Call it on every rank; `loss` and `grad_norm` are global numbers."""
-        if not (first or step % self.config.metrics.log_freq == 0 or step == self.config.training.steps):
+        if not self.due(step):
             return
         seconds = (time.perf_counter() - self.clock) / max(1, step - self.clock_step)
         tokens_per_second = self.tokens_per_step / seconds
@@ -1732,7 +1741,7 @@ class Metrics:
             f"tok/s {tokens_per_second:>9,.0f}  TFLOP/s {tflops:6.2f}  MFU {mfu}  mem {memory:5.2f} GiB"
         )
         line += "".join(f"  {name.replace('_', ' ')} {value:.2f}" for name, value in extra.items())
-        log(line + (f"  (first step: {seconds:.1f} s)" if first else ""))
+        log(line + (f"  (first step: {seconds:.1f} s)" if step == self.first else ""))
         self.restart_clock(step)
 
     def write(self, step: int, values: dict[str, float]) -> None:

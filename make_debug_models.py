@@ -34,7 +34,9 @@ SEED = 0
 # Every size differs from every other, and heads x head_dim from hidden: a transposed or defaulted size cannot hide.
 SHARED = dict(vocab_size=1536, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048)
 SHARED |= dict(rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0})
-SHARED |= dict(attention_bias=False, attention_dropout=0.0, hidden_act="silu", initializer_range=0.02)
+SHARED |= dict(
+    attention_bias=False, attention_dropout=0.0, hidden_act="silu", initializer_range=0.06
+)  # 0.02 is for wide models
 DENSE = SHARED | dict(hidden_size=96, num_hidden_layers=3, head_dim=32, intermediate_size=224, tie_word_embeddings=True)
 # Hidden and expert widths are different multiples of 128: the NKI kernels take this model too.
 MOE = SHARED | dict(hidden_size=256, num_hidden_layers=2, head_dim=48, intermediate_size=320, tie_word_embeddings=False)

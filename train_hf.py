@@ -23,6 +23,8 @@ The mesh of the shipped Trainium configs, one number per rank (a row is one chip
 Shape suffixes: B batch, L sequence, D model dim, K experts per token, E experts, F expert width, T tokens (B*L).
 """
 
+from dataclasses import dataclass
+
 import common
 from common import Batch, Config, LMHead, Piece, Routing, log
 
@@ -149,6 +151,17 @@ TP_PLAN_MLP = {  # of a dense layer
 # sees only its tokens, heads or experts, so its gradient is a partial sum: sum_replicated_gradients adds them up.
 
 
+class SelectiveACWithoutTopK(SelectiveAC):
+    """torchtitan's policy, but the router's top-k is computed again: Transformers changes its result in place."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set:
+        return super().get_save_ops() - {torch.ops.aten.topk.default}
+
+
 def apply_tensor_parallel(model: nn.Module, mesh) -> None:
     """Apply the plan above in place; `mesh` is the tp axis."""
     parallelize_module(model, mesh, TP_PLAN)
@@ -201,7 +214,7 @@ def shard_model(model: nn.Module, dims, config: Config) -> None:
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
 
-    policies = {"selective": SelectiveAC, "full": FullAC}
+    policies = {"selective": SelectiveACWithoutTopK, "full": FullAC}
     if policy := policies.get(config.activation_checkpoint.mode):
         policy.Config().build().apply(model.model)
 
@@ -309,8 +322,7 @@ def main(config: Config) -> None:
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
     common.print_summary(config, hf_config, model, dims, data)
-    metrics = common.Metrics(config, run_folder, hf_config, device, data.step_size * t.seq_len)
-    metrics.restart_clock(start)
+    metrics = common.Metrics(config, run_folder, hf_config, device, data.step_size * t.seq_len, start)
     sigterm = common.catch_sigterm()
 
     def loss_sum(batch: Batch) -> torch.Tensor:
@@ -368,8 +380,11 @@ def main(config: Config) -> None:
         # ----------------------------------------------------------------------------------------------------------
         stop = wish > 0
         tokens += counted
-        extra = common.moe_metrics(loads, data_group, aux if config.moe.router_aux_loss_coef else None)
-        metrics.step(step + 1, loss, norm.item(), lr, first=step == start, **extra)
+        extra = {}
+        if loads and metrics.due(step + 1):
+            extra = metrics.expert_load(step + 1, loads, data_group)
+            extra |= {"balance_loss": aux} if config.moe.router_aux_loss_coef else {}
+        metrics.step(step + 1, loss, norm.item(), lr, extra)
     if stop:
         log(f"stopped      SIGTERM after step {step}" + (", checkpoint saved" if config.checkpoint.enable else ""))
     else:

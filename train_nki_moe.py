@@ -428,8 +428,7 @@ def main(config: Config) -> None:
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
     common.print_summary(config, hf_config, model, dims, data)
-    metrics = common.Metrics(config, run_folder, hf_config, device, data.step_size * t.seq_len)
-    metrics.restart_clock(start)
+    metrics = common.Metrics(config, run_folder, hf_config, device, data.step_size * t.seq_len, start)
     sigterm = common.catch_sigterm()
 
     def loss_sum(batch: Batch) -> torch.Tensor:
@@ -485,9 +484,12 @@ def main(config: Config) -> None:
         # ----------------------------------------------------------------------------------------------------------
         stop = wish > 0
         tokens += counted
-        extra = common.moe_metrics(loads, data_group, aux if config.moe.router_aux_loss_coef else None)
-        extra["padding_share"] = padding_share(loads, config.nki.block_tokens)
-        metrics.step(step + 1, loss, norm.item(), lr, first=step == start, **extra)
+        extra = {}
+        if loads and metrics.due(step + 1):
+            extra = metrics.expert_load(step + 1, loads, data_group)
+            extra |= {"balance_loss": aux} if config.moe.router_aux_loss_coef else {}
+            extra["padding_share"] = padding_share(loads, config.nki.block_tokens)
+        metrics.step(step + 1, loss, norm.item(), lr, extra)
     if stop:
         log(f"stopped      SIGTERM after step {step}" + (", checkpoint saved" if config.checkpoint.enable else ""))
     else:
