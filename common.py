@@ -21,6 +21,7 @@ import dataclasses
 import difflib
 import glob
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -234,7 +235,7 @@ def parse_config(argv: list[str]) -> Config:
     """`[CONFIG.toml, --section.key, value, ...]` -> a checked Config with absolute paths.
 
     Relative paths in the TOML file count from the repository, those on the command line from the working directory.
-    Raises ValueError (TOML) or exits with status 2 (command line), naming the key and the nearest valid one.
+    Raises ValueError naming the key and the nearest valid one.
     """
     import tyro
 
@@ -243,15 +244,17 @@ def parse_config(argv: list[str]) -> Config:
     config = load_toml(Path(argv[0])) if argv[0] else Config()
     _absolute_paths(config, REPO)
     from_toml = dataclasses.asdict(config)
-    quiet = int(os.environ.get("RANK", "0")) != 0  # every rank sees the same mistake: one of them reports it
-    config = tyro.cli(
-        Config,
-        default=config,
-        args=argv[1:],
-        prog=f"{Path(sys.argv[0]).name} CONFIG.toml",
-        console_outputs=not quiet,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            program = f"{Path(sys.argv[0]).name} CONFIG.toml"
+            config = tyro.cli(
+                Config, default=config, args=argv[1:], prog=program, config=(tyro.conf.FlagConversionOff,)
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise ValueError(f"command line: {messages.getvalue().strip()}") from None
+        raise  # --help
     for section, key in PATH_KEYS:  # only what the command line changed is still relative
         if getattr(getattr(config, section), key) != from_toml[section][key]:
             _absolute_path(config, section, key, Path.cwd())
@@ -534,17 +537,24 @@ def launch(main: Callable[[Config], None]) -> None:
         where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = isinstance(error, ValueError | RuntimeError) and where.parent == REPO
         if _first_to_fail():
-            text = "" if ours else traceback.format_exc()
-            print(f"{text}\nerror: {error}" if text else f"error: {error}", file=sys.stderr, flush=True)
+            if not ours:
+                traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            if "RUN_ERROR_FILE" in os.environ:  # run.sh shows it again, below torchrun's report
+                Path(os.environ["RUN_ERROR_FILE"]).write_text(f"error: {error}\n")
         sys.stdout.flush()
         os._exit(1)  # a normal exit may wait for ranks that are inside a collective; torchrun ends those
 
 
 def _first_to_fail() -> bool:
-    """True on the rank that should report. Before the process group exists all ranks fail alike: rank 0 reports."""
-    if not dist.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
-    return dist.distributed_c10d._get_default_store().add("reported_error", 1) == 1
+    """True on the one rank that reports: usually all ranks fail, and torchrun ends the others as soon as one has."""
+    if "RUN_ERROR_FILE" in os.environ:
+        try:
+            Path(os.environ["RUN_ERROR_FILE"]).touch(exist_ok=False)
+            return True
+        except FileExistsError:
+            return False
+    return not dist.is_initialized() or dist.distributed_c10d._get_default_store().add("reported_error", 1) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -384,6 +384,7 @@ def test_sigterm_reaches_every_rank(torchrun):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert time.monotonic() - start < 20
+    assert process.returncode == 0
     assert out == "stdout of rank 0\n"
     assert "saved by rank 0" in err
     assert "saved by rank 1" in err
