@@ -225,6 +225,7 @@ class Config:
     nki: NKI = field(default_factory=NKI)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+    dry_run: bool = False  # build and shard on a fake process group of all ranks, print what one rank needs, stop
 
 
 PATH_KEYS = (("job", "dump_folder"), ("model", "path"), ("data", "path"), ("validation", "path"))
@@ -241,6 +242,7 @@ def parse_config(argv: list[str]) -> Config:
 
     if not argv or argv[0].startswith("-"):
         argv = ["", *argv]  # no file: defaults and --help
+    argv = ["--dry_run=True" if argument in ("--dry_run", "--dry-run") else argument for argument in argv]
     config = load_toml(Path(argv[0])) if argv[0] else Config()
     _absolute_paths(config, REPO)
     from_toml = dataclasses.asdict(config)
@@ -259,6 +261,9 @@ def parse_config(argv: list[str]) -> Config:
         if getattr(getattr(config, section), key) != from_toml[section][key]:
             _absolute_path(config, section, key, Path.cwd())
     check_config(config)
+    path = config.data.path  # before the weights are read: that takes minutes for a large model
+    if Path(path).is_absolute() and not config.dry_run and not Path(path).exists() and not glob.glob(path):
+        raise ValueError(f"data path {path!r}: no file matches; set [data] path, or --data.path, to your own data")
     return config
 
 
@@ -352,6 +357,8 @@ def toml_text(config: Config) -> str:
     """The resolved configuration as TOML (strings, numbers and booleans are written as JSON does)."""
     lines = []
     for section, table in dataclasses.asdict(config).items():
+        if not isinstance(table, dict):
+            continue  # dry_run is for the command line
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
 
@@ -402,16 +409,22 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
-def init_distributed(timeout_seconds: int) -> tuple[torch.device, dist.ProcessGroup]:
+def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
     """Start the process group and return (device, CPU group). Works under torchrun and as one plain process.
 
     The process group comes first: on Neuron it assigns the core and starts the runtime, and nothing may touch the
     device before it (`trainium_facts` 4a). There the device is the bare "neuron": an index is wrong on most ranks.
     The second group runs on gloo, for objects and CPU tensors: checkpoints plan through it (`trainium_facts` 4b).
     """
+    if config.dry_run:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        prepare_torchtitan("cpu")  # the meshes of a dry run touch no device
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size(config))
+        return torch.device("cpu"), dist.group.WORLD
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=config.comm.timeout_seconds)
     store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None  # one plain process needs no address
     dist.init_process_group(
         BACKENDS[DEVICE_TYPE],
@@ -427,9 +440,11 @@ def init_distributed(timeout_seconds: int) -> tuple[torch.device, dist.ProcessGr
     return torch.device(DEVICE_TYPE), cpu_group
 
 
-def world_size() -> int:
-    """Number of processes that torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def world_size(config: Config) -> int:
+    """Number of processes that torchrun started, 1 without it; in a dry run, the number that run.sh would start."""
+    if not config.dry_run:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("NPROC") or config.launch.nproc_per_node) * int(os.environ.get("NNODES") or 1)
 
 
 def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str) -> None:
@@ -562,8 +577,10 @@ def _first_to_fail() -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def fetch_model(path: str, need_weights: bool = True) -> Path:
+def fetch_model(path: str, need_weights: bool = True, dry_run: bool = False) -> Path:
     """A local folder as it is, or the snapshot of a hub id; downloads before the process group starts.
+
+    A dry run needs no more than config.json: configs/hf holds those of the Qwen3 models, for use without a network.
 
     One process per node downloads, the others wait for its lock. Raises RuntimeError when the hub is out of reach
     and the snapshot is not in the cache, with both ways out.
@@ -581,6 +598,8 @@ def fetch_model(path: str, need_weights: bool = True) -> Path:
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
         disable_progress_bars()
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if need_weights else [])]
+    if dry_run and (folder := _sizes_only(path)):
+        return folder
     lock = Path(constants.HF_HUB_CACHE) / f".{path.replace('/', '--')}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -592,6 +611,19 @@ def fetch_model(path: str, need_weights: bool = True) -> Path:
             f"({type(error).__name__}). Either connect this machine to the Hugging Face hub (HF_HUB_OFFLINE must be "
             f"unset), or copy the model folder here and set --model.path to it."
         ) from error
+
+
+def _sizes_only(path: str) -> Path | None:
+    """A folder with the config.json of a hub id: of the hub cache, else of this repository (dry runs only)."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(path, "config.json"), str):
+        return Path(cached).parent
+    shipped = REPO / "configs" / "hf" / path.removeprefix("Qwen/")
+    if not (shipped / "config.json").is_file():
+        return None
+    log(f"model        sizes from {shipped.relative_to(REPO)}/config.json (dry run only); {path} is not downloaded")
+    return shipped
 
 
 def load_hf_config(folder: Path) -> Any:
@@ -974,7 +1006,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             nll_n1 = sums_2n1[0].log() + highest_n1 - sums_2n1[1]
             total += torch.where(counted_n1, nll_n1, 0.0).sum()
             if need_grad:
-                grad_nV = ((exp_nV / sums_2n1[0] - is_label_nV.float()) * counted_n1).to(hidden_ND.dtype)
+                # In place: 13 bytes per logit at the peak instead of 21, and the same numbers.
+                grad_nV = exp_nV.div_(sums_2n1[0]).sub_(is_label_nV.float()).mul_(counted_n1).to(hidden_ND.dtype)
                 grad_hidden_ND[rows] = grad_nV @ weight_VD
                 grad_weight_VD += grad_nV.T @ h_nD
         if need_grad:
@@ -1023,6 +1056,15 @@ class Routing(NamedTuple):
 
     probs_NE: torch.Tensor  # fp32 softmax over all experts, differentiable
     ids_NK: torch.Tensor  # the chosen experts
+
+
+def is_recomputed() -> bool:
+    """True while the backward pass recomputes a checkpointed block.
+
+    The routing of that second forward must not be kept: its graph would hold the activations of the block's attention
+    until the next step, as if there were no checkpointing.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def tokens_per_expert(layers: list[Routing], real_N: torch.Tensor) -> torch.Tensor:
