@@ -707,6 +707,8 @@ def load_rows(data: Data, path: str) -> Any:
         raise ValueError(f"data path {path!r}: files must be of one kind out of {', '.join(kinds)}; found {files[:5]}")
     if empty := [f for f in files if os.path.getsize(f) == 0]:
         raise ValueError(f"data file {empty[0]} is empty")
+    if odd := [f for f in files if "::" in f or f != os.path.expandvars(f)]:
+        raise ValueError(f"data file {odd[0]!r}: datasets cannot open a name with '::' or $VARIABLE in it; rename it")
     options = {"sample_by": "document"} if found == {"text"} else {}
     try:  # the names are escaped: datasets would read [1] and * in a folder name as a pattern
         escaped = [glob.escape(f) for f in files]
@@ -1084,9 +1086,11 @@ class HFFolder:
                 raise ValueError(f"{index} is not a valid index of safetensors files") from None
             if absent := sorted({f for f in self.file_of.values() if not (folder / f).is_file()}):
                 raise ValueError(f"{folder}: the index names files that are not there: {', '.join(absent)}")
-            for name, file in self.file_of.items():
-                if name not in self._handle(file).keys():  # noqa: SIM118 - safe_open is no dict
-                    raise ValueError(f"{index} places {name} in {file}, but that file does not hold it")
+            held = {(name, file) for file in set(self.file_of.values()) for name in self._handle(file).keys()}  # noqa: SIM118
+            for name, file in sorted(self.file_of.items() - held):
+                raise ValueError(f"{index} places {name} in {file}, but that file does not hold it")
+            for name, file in sorted(held - self.file_of.items()):
+                raise ValueError(f"{folder / file} holds {name}, but {index.name} does not list it there")
         elif (folder / "model.safetensors").is_file():
             self.file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")
         else:
@@ -1137,7 +1141,10 @@ class HFFolder:
             return None
         if index:
             shape = [index[1].stop - index[1].start, *shape[2:]] if len(index) == 2 else shape[1:]
-        return tuple(shape), _DTYPES[self._slice(name).get_dtype()]
+        dtype = self._slice(name).get_dtype()
+        if dtype not in _DTYPES:
+            raise ValueError(f"{self.folder}: {name} is of type {dtype}; readable are {', '.join(_DTYPES)}")
+        return tuple(shape), _DTYPES[dtype]
 
     def read(self, hf_name: str, box: tuple[slice, ...]) -> torch.Tensor:
         """The box of one tensor; only these bytes are read."""
@@ -1227,6 +1234,11 @@ def load_weights(model: nn.Module, pieces: Pieces, folder: Path, tied: bool) -> 
     log(f"weights      {len(wanted)} tensors from {folder}")
 
 
+def name_seed(hf_name: str) -> int:
+    """A stable hash of the name: Python's own differs between processes."""
+    return int.from_bytes(hf_name.encode()[-64:], "little") % (2**31 - 1)
+
+
 def random_weights(model: nn.Module, pieces: Pieces, hf_config: Any, seed: int) -> None:
     """Seeded random weights, drawn on CPU per Hugging Face tensor name: the same for every path, mesh and device.
 
@@ -1237,9 +1249,7 @@ def random_weights(model: nn.Module, pieces: Pieces, hf_config: Any, seed: int) 
     def read(hf_name: str, box: tuple[slice, ...]) -> torch.Tensor:
         if len(shapes[hf_name]) == 1:
             return torch.ones(shapes[hf_name])[box]
-        # A stable hash of the name: Python's own differs between processes.
-        name_seed = int.from_bytes(hf_name.encode()[-64:], "little") % (2**31 - 1)
-        generator = torch.Generator().manual_seed(seed * 2**31 + name_seed)
+        generator = torch.Generator().manual_seed(seed * 2**31 + name_seed(hf_name))
         return torch.empty(shapes[hf_name]).normal_(0, hf_config.initializer_range, generator=generator)[box]
 
     fill_weights(model, pieces, read)
@@ -1334,10 +1344,17 @@ def _export_dtypes(wanted: dict[str, tuple[int, ...]], source: Path, dtype: str)
         return dict.fromkeys(wanted, getattr(torch, dtype))
     try:
         files = HFFolder(source)
-    except ValueError:  # random init from a folder without weights: what config.json says
-        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        return dict.fromkeys(wanted, getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"))
-    return {name: files.info(name)[1] for name in wanted}
+    except ValueError:  # random init from a folder without weights
+        return _config_dtype(wanted, source)
+    infos = {name: files.info(name) for name in wanted}
+    if None in infos.values():  # random init, and the files are of another model
+        return _config_dtype(wanted, source)
+    return {name: info[1] for name, info in infos.items()}
+
+
+def _config_dtype(wanted: Iterable[str], source: Path) -> dict[str, torch.dtype]:
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    return dict.fromkeys(wanted, getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"))
 
 
 def _write_config_json(source: Path, out: Path, out_dtype: dict[str, torch.dtype]) -> None:
@@ -1454,17 +1471,18 @@ def list_checkpoints(folder: Path) -> list[tuple[int, str | None]]:
     """[(step, None or what is wrong with it)] in rising order; only folders named exactly step-<number> count."""
     found = []
     for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.is_dir() and re.fullmatch(r"step-\d+", entry.name):
+        if entry.is_dir() and re.fullmatch(r"step-(0|[1-9][0-9]*)", entry.name):
             found.append((int(entry.name[5:]), _checkpoint_problem(entry)))
     return sorted(found)
 
 
 def _checkpoint_problem(entry: Path) -> str | None:
     try:
-        files = json.loads((entry / "meta.json").read_text())["files"]
-    except (OSError, ValueError, KeyError):
+        meta = json.loads((entry / "meta.json").read_text())
+        files, _ = meta["files"].items(), meta["identity"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "no readable meta.json"
-    for name, size in files.items():
+    for name, size in files:
         if not (entry / name).is_file():
             return f"{name} is missing"
         if (entry / name).stat().st_size != size:
@@ -1493,7 +1511,15 @@ def find_checkpoint(folder: Path, config: Config, identity: dict[str, Any], sour
     if not complete:
         log(f"start        fresh, from {source}; no complete checkpoint in {folder}")
         return None
-    path = folder / f"step-{complete[-1] if load_step == -1 else load_step}"
+    step = complete[-1] if load_step == -1 else load_step
+    path = folder / f"step-{step}"
+    if step > config.training.steps:
+        raise ValueError(f"{path} is beyond [training] steps = {config.training.steps}: raise it, or set load_step")
+    if step != complete[-1] and step < config.training.steps:
+        raise ValueError(
+            f"[checkpoint] load_step = {step}: {folder} holds later checkpoints {[s for s in complete if s > step]}, "
+            f"and the next start would resume from those. Move them away first, or use another --job.dump_folder"
+        )
     saved = json.loads((path / "meta.json").read_text())["identity"]
     if saved != identity:
         names = sorted(k for k in {*saved, *identity} if saved.get(k) != identity.get(k))

@@ -259,9 +259,10 @@ def train(workers, texts, tmp_path):
     """train(path, model, world=1, prepare=None, **sections) -> Run"""
     count = 0
 
-    def call(path: str, model: Path, world: int = 1, prepare=None, folder: Path | None = None, **sections) -> Run:
+    def call(path: str, model: Path, /, world: int = 1, prepare=None, folder: Path | None = None, **sections) -> Run:
         nonlocal count
         count += 1
+        sections = {name: dict(keys) for name, keys in sections.items()}
         sections.setdefault("model", {}).setdefault("path", str(model))
         sections.setdefault("data", {}).setdefault("path", str(texts))
         sections.setdefault("job", {})["dump_folder"] = str(folder or tmp_path / f"run{count}")
