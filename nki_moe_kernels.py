@@ -876,6 +876,8 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dout_RH, _dg, _du):
+    if dout_RH is None:  # nothing downstream used the output
+        return (None,) * 13
     x_TH, *rest = ctx.saved_tensors
     token_NB = rest[6]
     dx_RH, dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH = experts_backward_op(dout_RH.contiguous(), x_TH, *rest, ctx.backend)
