@@ -451,7 +451,7 @@ def _compute(name: str, dst: NkiTensor, sources: tuple, function, **counts) -> N
     """Every Vector and Scalar instruction: check the sources, compute in fp32, round once at the write."""
     core = _running()
     core.issue(name, dst, *(s for s in sources if isinstance(s, NkiTensor)), **counts)
-    if core.numerics:
+    if core.numerics or dst.dtype.kind in "iu":
         with np.errstate(over="ignore", invalid="ignore"):
             _write(dst, function(*(_f32(s) for s in sources)).astype(np.float32).reshape(dst.shape))
     else:
@@ -513,15 +513,6 @@ def _check_not_both_psum(name: str, a: NkiTensor, b: NkiTensor) -> None:
     _require(not both, f"{name}: both inputs are in PSUM, at most one may be")
 
 
-def tensor_scalar(
-    dst, data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, engine=Engine.unknown, name=None
-):
-    _check_lanes("tensor_scalar", dst, data)
-    _require(op1 is None and not reverse0, "tensor_scalar: one operator, not reversed, is the supported part")
-    _check_scale("tensor_scalar", operand0, dst.shape[0])
-    _compute("tensor_scalar", dst, (data, operand0), op0, **_engine_counts("tensor_scalar", engine, dst, data))
-
-
 def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, name=None):
     _check_lanes("scalar_tensor_tensor", dst, data, operand1)
     _require(not reverse0 and not reverse1, "scalar_tensor_tensor: reversed operands are outside the supported part")
@@ -559,6 +550,10 @@ def nc_matmul(
 ):
     """dst[M, N] = (accumulate: +=) stationary[K, M].T @ moving[K, N], in fp32."""
     core = _running()
+    special = is_stationary_onezero or is_moving_onezero or is_transpose or tile_position or tile_size
+    _require(
+        not special and perf_mode is MatmulPerfMode.none, "nc_matmul: special modes are outside the supported part"
+    )
     for t, role in ((stationary, "stationary"), (moving, "moving")):
         _require(t.buffer is MemoryRegion.sbuf, f"nc_matmul: {role} must be in SBUF")
         _require(t.dtype in (BFLOAT16, FLOAT32), f"nc_matmul: {role} is {t.dtype}")
@@ -816,7 +811,7 @@ language = types.SimpleNamespace(
 )
 isa = types.SimpleNamespace(
     **{e.__name__: e for e in (Engine, DgeMode, OobMode, ReduceCmd, MatmulPerfMode)},
-    **{f.__name__: f for f in (dma_copy, memset, tensor_copy, activation, tensor_tensor, tensor_scalar)},
+    **{f.__name__: f for f in (dma_copy, memset, tensor_copy, activation, tensor_tensor)},
     **{f.__name__: f for f in (scalar_tensor_tensor, tensor_reduce, nc_matmul, nc_transpose)},
     **{f.__name__: f for f in (register_alloc, register_load)},
 )

@@ -352,8 +352,12 @@ def test_gradcheck_fp64():
         options = {"first_expert": case.first_expert, "block_tokens": 128, "backend": "reference"}
         return moe.expert_layer(x, case.ids, router, *weights, **options)
 
+    def three_numbers(router):
+        return (layer(case.inputs[0], router, *case.inputs[2:]) * case.dout).sum(1)
+
+    # Fast mode: random projections of the Jacobian. The six router weights also one by one.
     assert torch.autograd.gradcheck(layer, case.inputs, fast_mode=True)
-    assert torch.autograd.gradcheck(lambda router: layer(case.inputs[0], router, *case.inputs[2:]), case.inputs[1])
+    assert torch.autograd.gradcheck(three_numbers, case.inputs[1])
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
@@ -630,7 +634,7 @@ def test_cost_targets_at_512_tokens_per_expert():
         assert by_name[name].bytes_per_descriptor > 2000
     for name, budget in moe.sbuf_bytes(2048, 768, 8, 256).items():
         assert 0.95 * budget <= by_name[name].peak_sbuf_bytes <= budget <= moe.SBUF_BYTES
-        assert by_name[name].peak_psum_banks <= 8
+        assert by_name[name].peak_psum_banks <= 4
 
 
 @needs_stand_in
@@ -647,7 +651,7 @@ def test_weights_are_loaded_once_per_visit_of_an_expert():
     """Twice the tokens per expert, the same weight bytes: the other bytes double, the weights do not."""
     small, large = (
         moe.cost_report(T, 256, 384, n_experts=8, n_local_experts=8, top_k=2, block_tokens=128)[0].hbm_bytes
-        for T in (2048, 4096)
+        for T in (512, 1024)
     )
     weights = 3 * 8 * 256 * 384 * 2
     tokens = small - weights
