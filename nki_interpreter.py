@@ -536,18 +536,9 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
 
 
 def nc_matmul(
-    dst,
-    stationary,
-    moving,
-    is_stationary_onezero=False,
-    is_moving_onezero=False,
-    is_transpose=False,
-    accumulate=None,
-    tile_position=(),
-    tile_size=(),
-    perf_mode=MatmulPerfMode.none,
-    name=None,
-):
+    dst, stationary, moving, is_stationary_onezero=False, is_moving_onezero=False, is_transpose=False,
+    accumulate=None, tile_position=(), tile_size=(), perf_mode=MatmulPerfMode.none, name=None,
+):  # fmt: skip
     """dst[M, N] = (accumulate: +=) stationary[K, M].T @ moving[K, N], in fp32."""
     core = _running()
     special = is_stationary_onezero or is_moving_onezero or is_transpose or tile_position or tile_size

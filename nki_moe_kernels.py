@@ -82,7 +82,7 @@ def resolve_backend(kernels: str, device_type: str) -> str:
 
     auto       the NKI kernels on a Neuron device (or an error), the PyTorch reference elsewhere
     nki        the NKI kernels; needs a Neuron device, the official `nki` and `torch_neuronx.nki_op`
-    simulate   the official simulator on CPU; needs the official `nki` and the trn2 target
+    simulate   the official simulator on CPU; needs the official `nki` and two environment variables (see top of file)
     interpret  `nki_interpreter.py` on CPU
     reference  plain PyTorch on CPU or CUDA (it reads block ranges on the host, so it cannot run on Neuron)
     """
@@ -105,10 +105,11 @@ def resolve_backend(kernels: str, device_type: str) -> str:
             "[nki] kernels = 'nki' needs torch_neuronx with nki_op (torch-neuronx 2.14.*): it is what makes a kernel "
             "a PyTorch operator. Upgrade torch-neuronx; the torch-xla era releases do not have it"
         )
-    if kernels == "simulate" and os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") not in ("trn2", "gen3"):
+    environment = {"NKI_SIMULATOR": "1", "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}
+    if kernels == "simulate" and any(os.environ.get(name) != value for name, value in environment.items()):
         raise RuntimeError(
-            "[nki] kernels = 'simulate': set NEURON_PLATFORM_TARGET_OVERRIDE=trn2, or the simulator checks "
-            "the limits of another chip"
+            "[nki] kernels = 'simulate': set NKI_SIMULATOR=1, so that kernels run in the simulator, and "
+            "NEURON_PLATFORM_TARGET_OVERRIDE=trn2, or it checks the limits of another chip"
         )
     if kernels == "interpret" and NKI_IS_REAL:
         raise RuntimeError(
@@ -776,58 +777,39 @@ def kernel_weights(w1_EIH: Tensor, w2_EHI: Tensor, w3_EIH: Tensor) -> tuple[Tens
     return tuple(w.detach().transpose(1, 2).contiguous() for w in (w1_EIH, w2_EHI, w3_EIH))
 
 
-def _launch(backend: str, kernel, *args):
-    """Run a kernel on both cores: PyTorch tensors in, PyTorch tensors out."""
-    launched = kernel[CORES]
-    return nki.simulate(launched)(*args) if backend == "simulate" else launched(*args)
+def _check_bound(backend: str) -> None:
+    """The kernels are bound to one `nki` when this file is imported: never run them under the name of the other."""
+    if (backend == "interpret") == NKI_IS_REAL:
+        raise RuntimeError(f"backend = {backend!r}, but the kernels are bound to {nki.__name__}: see resolve_backend")
 
 
-def _combine(backend: str, rows_NBH: Tensor, slots: Slots) -> Tensor:
+def _combine(rows_NBH: Tensor, slots: Slots) -> Tensor:
     R, K = slots.pair_slot_RK.shape
     groups_GQK = slots.pair_slot_RK.view(-1, CORES * P, K)
-    return _launch(backend, combine_kernel, rows_NBH.flatten(0, 1), groups_GQK).view(R, -1)
+    return combine_kernel[CORES](rows_NBH.flatten(0, 1), groups_GQK).view(R, -1)
 
 
 def _experts_forward(
-    x_TH: Tensor,
-    w1_EIH: Tensor,
-    w2_EHI: Tensor,
-    w3_EIH: Tensor,
-    w1_EHI: Tensor,
-    w2_EIH: Tensor,
-    w3_EHI: Tensor,
-    weight_NB: Tensor,
-    token_NB: Tensor,
-    pair_slot_RK: Tensor,
-    first_block_F: Tensor,
-    visits_WV: Tensor,
+    x_TH: Tensor, w1_EIH: Tensor, w2_EHI: Tensor, w3_EIH: Tensor, w1_EHI: Tensor, w2_EIH: Tensor, w3_EHI: Tensor,
+    weight_NB: Tensor, token_NB: Tensor, pair_slot_RK: Tensor, first_block_F: Tensor, visits_WV: Tensor,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """out [R, H], and gate and up [N, B, I], which are outputs because backward needs them."""
     slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, visits_WV)
     if backend == "reference":
         y_NBH, g_NBI, u_NBI = experts_forward_reference(x_TH, w1_EHI, w3_EHI, w2_EIH, slots)
         return combine_reference(y_NBH, slots), g_NBI, u_NBI
+    _check_bound(backend)
     weights = (w1_EHI, w3_EHI, w2_EIH)
-    y_NBH, g_NBI, u_NBI = _launch(backend, experts_forward_kernel, x_TH, *weights, token_NB, weight_NB, visits_WV)
-    return _combine(backend, y_NBH, slots), g_NBI, u_NBI
+    y_NBH, g_NBI, u_NBI = experts_forward_kernel[CORES](x_TH, *weights, token_NB, weight_NB, visits_WV)
+    return _combine(y_NBH, slots), g_NBI, u_NBI
 
 
 def _experts_backward(
-    dout_RH: Tensor,
-    x_TH: Tensor,
-    g_NBI: Tensor,
-    u_NBI: Tensor,
-    w1_EIH: Tensor,
-    w2_EHI: Tensor,
-    w3_EIH: Tensor,
-    weight_NB: Tensor,
-    token_NB: Tensor,
-    pair_slot_RK: Tensor,
-    first_block_F: Tensor,
-    visits_WV: Tensor,
+    dout_RH: Tensor, x_TH: Tensor, g_NBI: Tensor, u_NBI: Tensor, w1_EIH: Tensor, w2_EHI: Tensor, w3_EIH: Tensor,
+    weight_NB: Tensor, token_NB: Tensor, pair_slot_RK: Tensor, first_block_F: Tensor, visits_WV: Tensor,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dx [R, H], dweight [N, B], dw1, dw2, dw3 in the parameter layout."""
     slots = Slots(token_NB, weight_NB, pair_slot_RK, first_block_F, visits_WV)
     weights = (w1_EIH, w3_EIH, w2_EHI)
@@ -835,13 +817,12 @@ def _experts_backward(
         dx_NBH, *slot_grads, dweight_NB = experts_backward_reference(dout_RH, g_NBI, u_NBI, *weights, slots)
         dw1_EIH, dw2_EHI, dw3_EIH = weight_gradients_reference(x_TH, dout_RH, *slot_grads, slots)
         return combine_reference(dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
+    _check_bound(backend)
     tables = (token_NB, weight_NB, visits_WV)
-    dx_NBH, *slot_grads, dweight_NB = _launch(
-        backend, experts_backward_kernel, dout_RH, g_NBI, u_NBI, *weights, *tables
-    )
+    dx_NBH, *slot_grads, dweight_NB = experts_backward_kernel[CORES](dout_RH, g_NBI, u_NBI, *weights, *tables)
     tables = (token_NB, visits_WV, len(w1_EIH))
-    dw1_EIH, dw2_EHI, dw3_EIH = _launch(backend, weight_gradients_kernel, x_TH, dout_RH, *slot_grads, *tables)
-    return _combine(backend, dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
+    dw1_EIH, dw2_EHI, dw3_EIH = weight_gradients_kernel[CORES](x_TH, dout_RH, *slot_grads, *tables)
+    return _combine(dx_NBH, slots), dweight_NB, dw1_EIH, dw2_EHI, dw3_EIH
 
 
 def _forward_shapes(x_TH, w1_EIH, w2_EHI, w3_EIH, w1_EHI, w2_EIH, w3_EHI, weight_NB, token_NB, pair_slot_RK, *_):

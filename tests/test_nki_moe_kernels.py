@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import nki_interpreter
 import nki_moe_kernels as moe
 
-KERNELS = "simulate" if moe.NKI_IS_REAL else "interpret"
+KERNELS = moe.resolve_backend("simulate" if moe.NKI_IS_REAL else "interpret", "cpu")
 needs_stand_in = pytest.mark.skipif(moe.NKI_IS_REAL, reason="counts come from the stand-in: set NKI_STAND_IN=1")
 pytestmark = pytest.mark.timeout(120)
 
@@ -187,10 +188,6 @@ def test_no_local_pair_at_all():
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def launch(kernel, *args):
-    return moe._launch(KERNELS, kernel, *args)
-
-
 def assert_equal_up_to_rounding(actual, expected, what):
     """Same values, rounded at the same points: only the order of fp32 sums may differ, so few roundings flip."""
     assert actual.dtype == expected.dtype
@@ -214,7 +211,7 @@ def test_each_kernel_equals_its_reference(n_tokens, routing, dims, block_tokens)
     tables = (slots.token_NB, slots.weight_NB, slots.visits_WV)
 
     y, g, u = moe.experts_forward_reference(x, w1_EHI, w3_EHI, w2_EIH, slots)
-    actual = launch(moe.experts_forward_kernel, x, w1_EHI, w3_EHI, w2_EIH, *tables)
+    actual = moe.experts_forward_kernel[moe.CORES](x, w1_EHI, w3_EHI, w2_EIH, *tables)
     written = used + used % 2  # an odd count is evened out with the spare block, which is all padding
     for name, a, expected in zip(("y", "gate", "up"), actual, (y, g, u), strict=True):
         assert a[used:written].abs().sum() == 0
@@ -225,7 +222,7 @@ def test_each_kernel_equals_its_reference(n_tokens, routing, dims, block_tokens)
     dout = torch.nn.functional.pad(case.dout, (0, 0, 0, len(slots.pair_slot_RK) - n_tokens))
     expected = moe.experts_backward_reference(dout, g, u, w1, w3, w2, slots)
     g[used:written], u[used:written] = 0, 0  # what the forward kernel leaves in the spare block
-    actual = launch(moe.experts_backward_kernel, dout, g, u, w1, w3, w2, *tables)
+    actual = moe.experts_backward_kernel[moe.CORES](dout, g, u, w1, w3, w2, *tables)
     for name, a, e in zip(("dx", "dgate", "dup", "weighted act", "dweight"), actual, expected, strict=True):
         assert a[used:written].abs().sum() == 0
         assert a[written:].isnan().all()
@@ -233,12 +230,12 @@ def test_each_kernel_equals_its_reference(n_tokens, routing, dims, block_tokens)
 
     dx, dg, du, a, _ = expected
     expected = moe.weight_gradients_reference(x, dout, dg, du, a, slots)
-    actual = launch(moe.weight_gradients_kernel, x, dout, dg, du, a, slots.token_NB, slots.visits_WV, LOCAL)
+    actual = moe.weight_gradients_kernel[moe.CORES](x, dout, dg, du, a, slots.token_NB, slots.visits_WV, LOCAL)
     for name, got, e in zip(("dw1", "dw2", "dw3"), actual, expected, strict=True):
         assert_equal_up_to_rounding(got, e, name)
 
     expected = moe.combine_reference(dx, slots)
-    assert_equal_up_to_rounding(moe._combine(KERNELS, dx, slots), expected, "combine")
+    assert_equal_up_to_rounding(moe._combine(dx, slots), expected, "combine")
     assert (expected[n_tokens:] == 0).all()
 
 
@@ -358,6 +355,38 @@ def test_gradcheck_fp64():
     # Fast mode: random projections of the Jacobian. The six router weights also one by one.
     assert torch.autograd.gradcheck(layer, case.inputs, fast_mode=True)
     assert torch.autograd.gradcheck(three_numbers, case.inputs[1])
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("backend", ["reference", KERNELS])
+def test_no_unwritten_memory_reaches_autograd(backend):
+    """Blocks beyond the used ones hold NaN on purpose; no gradient that autograd hands on may contain one."""
+    case = Case(130, "uniform", "high")
+    with torch.autograd.detect_anomaly(check_nan=True):
+        case.layer(backend).backward(case.dout)
+
+
+class CountZeros(TorchDispatchMode):
+    """Shapes of the zero tensors that are made while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "zeros" in func.name():
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+def test_backward_fills_no_zeros_for_gate_and_up():
+    """They are outputs without a gradient: two slot tensors of zeros per layer would be pure waste."""
+    case = Case(130, "uniform", "high", dims=(256, 384))
+    out = case.layer("reference")
+    with CountZeros() as zeros:
+        out.backward(case.dout)
+    assert not [shape for shape in zeros.shapes if shape[-1:] == (384,)], zeros.shapes
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
@@ -553,6 +582,7 @@ def test_resolve_backend(monkeypatch):
 def test_resolve_backend_with_the_official_package(monkeypatch):
     monkeypatch.setattr(moe, "NKI_IS_REAL", True)
     monkeypatch.setattr(moe, "OPERATORS_ARE_NKI", False)
+    monkeypatch.setenv("NKI_SIMULATOR", "1")
     monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
     for kernels, device, message in [
         ("auto", "neuron", "torch_neuronx with nki_op"),
@@ -565,6 +595,9 @@ def test_resolve_backend_with_the_official_package(monkeypatch):
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
     assert moe.resolve_backend("auto", "neuron") == "nki"
     assert moe.resolve_backend("simulate", "cpu") == "simulate"
+    monkeypatch.delenv("NKI_SIMULATOR")
+    with pytest.raises(RuntimeError, match="NKI_SIMULATOR=1"):
+        moe.resolve_backend("simulate", "cpu")
 
 
 @pytest.mark.parametrize(
@@ -595,6 +628,13 @@ def test_placeholder_package_is_recognised(source, is_real, tmp_path, monkeypatc
         del sys.modules[name]
     monkeypatch.setenv("NKI_STAND_IN", "1")
     assert moe._import_nki() == (nki_interpreter, False)
+
+
+def test_kernels_never_run_under_another_name():
+    case = Case(5)
+    for backend in {"nki", "simulate", "interpret"} - ({"nki", "simulate"} if moe.NKI_IS_REAL else {"interpret"}):
+        with pytest.raises(RuntimeError, match=f"backend = '{backend}', but the kernels are bound to"):
+            case.layer(backend)
 
 
 def test_launch_on_one_core_is_refused():
