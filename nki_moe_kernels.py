@@ -474,7 +474,7 @@ def experts_forward_kernel(x_TH, w1_EHI, w3_EHI, w2_EIH, token_NB, weight_NB, vi
     """y [N, B, H] (times the router weight), gate and up [N, B, I]; bf16; blocks no core visits stay unwritten.
 
     x_TH bf16 [T, H]; w1, w3 bf16 [E, H, I]; w2 bf16 [E, I, H]; token_NB int32; weight_NB fp32; visits int32.
-    Limits: `check_shapes`. SBUF: `sbuf_bytes` (108 KiB for Qwen3-30B-A3B, B = 256). PSUM: at most 4 of 8 banks.
+    Limits: `check_shapes`. SBUF: `sbuf_bytes` (108 KiB for Qwen3-30B-A3B, B = 256). PSUM: at most 2 of 8 banks.
 
     load the first expert
     for each visit of this core:
@@ -557,7 +557,7 @@ def experts_backward_kernel(dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, token
     """dx [N, B, H], dgate, dup, weight * act [N, B, I] in bf16, dweight [N, B] fp32; unvisited blocks stay unwritten.
 
     dout_RH bf16 [R, H]; gate, up bf16 [N, B, I]; w1, w3 [E, I, H] and w2 [E, H, I] bf16, the parameter layout: no copy.
-    Limits: `check_shapes`. SBUF: `sbuf_bytes` (127 KiB for Qwen3-30B-A3B, B = 256). PSUM: at most 4 of 8 banks.
+    Limits: `check_shapes`. SBUF: `sbuf_bytes` (128 KiB for Qwen3-30B-A3B, B = 256). PSUM: at most 3 of 8 banks.
 
     load the first expert
     for each visit of this core:
