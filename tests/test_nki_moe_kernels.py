@@ -8,7 +8,9 @@ The kernels run in `nki_interpreter.py`, or, where the official nki is installed
 import gc
 import itertools
 import sys
+import textwrap
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -145,6 +147,13 @@ AWKWARD = [  # every count, every routing with several counts, both ends, widths
 def test_layer_equals_oracle_in_bf16(backend, n_tokens, routing, end, dims, block_tokens):
     case = Case(n_tokens, routing, end, dims, block_tokens)
     assert_layer_equals_oracle(case, backend, forward=1e-2, gradient=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["reference", KERNELS])
+@pytest.mark.parametrize(("n_tokens", "routing"), [(129, "half_idle"), (257, "uniform")])
+def test_all_experts_on_one_rank(backend, n_tokens, routing, monkeypatch):
+    monkeypatch.setitem(globals(), "LOCAL", N_EXPERTS)
+    assert_layer_equals_oracle(Case(n_tokens, routing), backend, forward=1e-2, gradient=2e-2)
 
 
 @pytest.mark.parametrize("backend", ["reference", KERNELS])
@@ -628,6 +637,36 @@ def test_placeholder_package_is_recognised(source, is_real, tmp_path, monkeypatc
         del sys.modules[name]
     monkeypatch.setenv("NKI_STAND_IN", "1")
     assert moe._import_nki() == (nki_interpreter, False)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_operators_go_through_nki_op_where_it_exists(works, tmp_path, monkeypatch):
+    """The wiring of the Neuron path, with a recorder in place of torch_neuronx: same names, a schema can be inferred."""
+    package = tmp_path / "torch_neuronx"
+    package.mkdir()
+    recorder = """
+        import torch
+        calls = {}
+        def nki_op(name, fn=None, mutates_args={}):
+            def register(function):
+                calls[name] = torch.library.infer_schema(function, mutates_args=mutates_args)
+                return function
+            return register
+    """
+    (package / "__init__.py").write_text(textwrap.dedent(recorder) if works else "raise ImportError('WRONG PACKAGE')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(moe, "NKI_IS_REAL", True)
+    monkeypatch.setattr(torch.library, "custom_op", lambda name, function, **_: MagicMock(name=name))
+    forward, backward, through_nki_op = moe._make_operators()
+    assert through_nki_op == works
+    if works:
+        assert (forward, backward) == (moe._experts_forward, moe._experts_backward)
+        calls = sys.modules.pop("torch_neuronx").calls
+        for name in ("experts_forward", "experts_backward"):
+            assert (
+                name + calls[f"qwen3_moe::{name}"]
+                == str(getattr(torch.ops.qwen3_moe, name).default._schema).split("::")[1]
+            )
 
 
 def test_kernels_never_run_under_another_name():
