@@ -641,7 +641,7 @@ def test_placeholder_package_is_recognised(source, is_real, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("works", [True, False])
 def test_operators_go_through_nki_op_where_it_exists(works, tmp_path, monkeypatch):
-    """The wiring of the Neuron path, with a recorder in place of torch_neuronx: same names, a schema can be inferred."""
+    """The Neuron path, with a recorder in place of torch_neuronx: the same names, and a schema can be inferred."""
     package = tmp_path / "torch_neuronx"
     package.mkdir()
     recorder = """
