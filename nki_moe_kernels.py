@@ -603,7 +603,7 @@ def experts_backward_kernel(dout_RH, g_NBI, u_NBI, w1_EIH, w3_EIH, w2_EHI, token
                 d_c = product(((dout_T, w2),), c, width)
                 multiply(d_act[:, c : c + width], d_c, act[:, c : c + width])
                 nisa.activation(dst=d[:, c : c + width], op=nl.copy, data=d_c, scale=weight_P1)
-            nisa.tensor_reduce(dst=column(dweight, j), op=nl.add, data=d_act, axis=1)
+            nisa.tensor_reduce(dst=column(dweight, j), op=nl.add, data=d_act, axis=(1,))
             multiply(du[:, j, :], d, silu)
             multiply(d, d, u[:, j, :])
             multiply(dg[:, j, :], d, silu_dx)
