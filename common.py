@@ -785,32 +785,27 @@ class PackedText:
                 raise ValueError(f"{self.path}: {self.row} rows hold no text at all")
             self.epoch, self.row, self.stream_state = self.epoch + 1, 0, None
 
-    def _sequence(self) -> tuple[list[int], list[int], list[int]] | None:
-        """(input ids, labels, positions) of the next sequence; None at the end of a finite stream."""
+    def _sequence(self) -> Batch | None:
+        """The next sequence, without a batch dim; None at the end of a finite stream."""
         n = self.seq_len
         while len(self.ids) <= n:
-            document = next(self._documents, None)
-            if document is None:
+            ids, counted = next(self._documents, ([], None))
+            if counted is None:
                 if len(self.ids) < 2:
                     return None
                 pad = n + 1 - len(self.ids)  # the last sequence of a finite stream: nothing dropped, nothing counted
-                document = ([self.end_id] * pad, [False] * pad)
-            ids, counted = document
+                ids, counted = [self.end_id] * pad, [False] * pad
             self.ids += ids
             self.counted += counted
             self.starts += [True] + [False] * (len(ids) - 1) if ids else []
-        mask = self.data.document_mask
-        labels = [
-            self.ids[i + 1] if self.counted[i + 1] and not (mask and self.starts[i + 1]) else IGNORE_INDEX
-            for i in range(n)
-        ]
-        positions, start = [], 0
-        for i in range(n):
-            start = i if mask and self.starts[i] else start
-            positions.append(i - start)
-        inputs = self.ids[:n]
+        ids, index = torch.tensor(self.ids[: n + 1], dtype=torch.int32), torch.arange(n)
+        counted, starts = torch.tensor(self.counted[: n + 1]), torch.tensor(self.starts[: n + 1])
+        if not self.data.document_mask:
+            starts = torch.zeros_like(starts)
+        labels = torch.where(counted[1:] & ~starts[1:], ids[1:], IGNORE_INDEX)
+        positions = index - torch.where(starts[:n], index, 0).cummax(dim=0).values
         self.ids, self.counted, self.starts = self.ids[n:], self.counted[n:], self.starts[n:]
-        return inputs, labels, positions
+        return Batch(ids[:n], labels, positions)
 
     def _make_step(self) -> tuple[list[Batch], int, dict[str, Any]] | None:
         """Sequence k of a step goes to micro-step k // (local x ranks), data rank (k // local) % ranks."""
@@ -820,21 +815,13 @@ class PackedText:
             if sequence is None:
                 if k == 0:
                     return None
-                sequence = ([self.end_id] * self.seq_len, [IGNORE_INDEX] * self.seq_len, list(range(self.seq_len)))
-            counted += sum(label != IGNORE_INDEX for label in sequence[1])
+                ids = torch.full((self.seq_len,), self.end_id, dtype=torch.int32)
+                sequence = Batch(ids, torch.full_like(ids, IGNORE_INDEX), torch.arange(self.seq_len))
+            counted += int((sequence.labels != IGNORE_INDEX).sum())
             if (k // self.local) % self.ranks == self.rank:
                 mine.append(sequence)
-        batches = []
-        for first in range(0, len(mine), self.local):
-            ids, labels, positions = zip(*mine[first : first + self.local], strict=True)
-            batches.append(
-                Batch(
-                    torch.tensor(ids, dtype=torch.int32),
-                    torch.tensor(labels, dtype=torch.int32),
-                    torch.tensor(positions, dtype=torch.int64),
-                )
-            )
-        return batches, counted, self._state()
+        chunks = [mine[first : first + self.local] for first in range(0, len(mine), self.local)]
+        return [Batch(*map(torch.stack, zip(*chunk, strict=True))) for chunk in chunks], counted, self._state()
 
     def next_step(self) -> tuple[list[Batch], int] | None:
         """(micro-batches of this rank, counted labels of the step over all data ranks); None at a finite end."""
