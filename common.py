@@ -482,6 +482,21 @@ def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str
         )
 
 
+def log_unused(config: Config, hf_config: Any, path: str) -> None:
+    """One line for each key that was set, but has no effect on this path, model or mesh."""
+    c, p = config, config.parallelism
+    unused = {
+        "[nki]": path != "nki_moe" and c.nki != NKI(),
+        "[moe] router_aux_loss_coef": not getattr(hf_config, "num_experts", 0) and c.moe != MoE(),
+        "[compile] backend": not c.compile.enable and c.compile.backend != Compile.backend,
+        "[parallelism] enable_sequence_parallel": p.tensor_parallel_degree == 1 and not p.enable_sequence_parallel,
+        "[checkpoint] load_step": not c.checkpoint.enable and c.checkpoint.load_step != -1,
+        "[validation] freq": not c.validation.path and c.validation.freq != 0,
+    }
+    for key in (key for key, is_unused in unused.items() if is_unused):
+        log(f"no effect    {key}: not used by this run of {path}")
+
+
 def build_mesh(config: Config, world_size: int) -> Any:
     """torchtitan's ParallelDims with the axes dp_replicate, fsdp, tp (and efsdp, ep).
 
