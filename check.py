@@ -478,6 +478,10 @@ def _parity_run(
     config.checkpoint.enable = False
     for key, value in parallelism.items():
         setattr(config.parallelism, key, value)
+    # The balancing loss is defined over a micro-step of all data ranks (at most 2 here): the same tokens on every mesh.
+    if config.training.global_batch_size == -1:
+        config.training.global_batch_size = 2 * config.training.local_batch_size
+    config.training.local_batch_size *= 2 * config.parallelism.tensor_parallel_degree // world
     if single_step:
         config.training.steps, config.training.max_norm = 1, 1e9
         config.optimizer.name, config.optimizer.lr, config.optimizer.weight_decay = "SGD", 1.0, 0.0

@@ -21,6 +21,7 @@ import dataclasses
 import difflib
 import glob
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -234,7 +235,7 @@ def parse_config(argv: list[str]) -> Config:
     """`[CONFIG.toml, --section.key, value, ...]` -> a checked Config with absolute paths.
 
     Relative paths in the TOML file count from the repository, those on the command line from the working directory.
-    Raises ValueError (TOML) or exits with status 2 (command line), naming the key and the nearest valid one.
+    Raises ValueError naming the key and the nearest valid one.
     """
     import tyro
 
@@ -243,15 +244,17 @@ def parse_config(argv: list[str]) -> Config:
     config = load_toml(Path(argv[0])) if argv[0] else Config()
     _absolute_paths(config, REPO)
     from_toml = dataclasses.asdict(config)
-    quiet = int(os.environ.get("RANK", "0")) != 0  # every rank sees the same mistake: one of them reports it
-    config = tyro.cli(
-        Config,
-        default=config,
-        args=argv[1:],
-        prog=f"{Path(sys.argv[0]).name} CONFIG.toml",
-        console_outputs=not quiet,
-        config=(tyro.conf.FlagConversionOff,),
-    )
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            program = f"{Path(sys.argv[0]).name} CONFIG.toml"
+            config = tyro.cli(
+                Config, default=config, args=argv[1:], prog=program, config=(tyro.conf.FlagConversionOff,)
+            )
+    except SystemExit as stop:
+        if stop.code:
+            raise ValueError(f"command line: {messages.getvalue().strip()}") from None
+        raise  # --help
     for section, key in PATH_KEYS:  # only what the command line changed is still relative
         if getattr(getattr(config, section), key) != from_toml[section][key]:
             _absolute_path(config, section, key, Path.cwd())
@@ -479,6 +482,21 @@ def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str
         )
 
 
+def log_unused(config: Config, hf_config: Any, path: str) -> None:
+    """One line for each key that was set, but has no effect on this path, model or mesh."""
+    c, p = config, config.parallelism
+    unused = {
+        "[nki]": path != "nki_moe" and c.nki != NKI(),
+        "[moe] router_aux_loss_coef": not getattr(hf_config, "num_experts", 0) and c.moe != MoE(),
+        "[compile] backend": not c.compile.enable and c.compile.backend != Compile.backend,
+        "[parallelism] enable_sequence_parallel": p.tensor_parallel_degree == 1 and not p.enable_sequence_parallel,
+        "[checkpoint] load_step": not c.checkpoint.enable and c.checkpoint.load_step != -1,
+        "[validation] freq": not c.validation.path and c.validation.freq != 0,
+    }
+    for key in (key for key, is_unused in unused.items() if is_unused):
+        log(f"no effect    {key}: not used by this run of {path}")
+
+
 def build_mesh(config: Config, world_size: int) -> Any:
     """torchtitan's ParallelDims with the axes dp_replicate, fsdp, tp (and efsdp, ep).
 
@@ -534,17 +552,24 @@ def launch(main: Callable[[Config], None]) -> None:
         where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = isinstance(error, ValueError | RuntimeError) and where.parent == REPO
         if _first_to_fail():
-            text = "" if ours else traceback.format_exc()
-            print(f"{text}\nerror: {error}" if text else f"error: {error}", file=sys.stderr, flush=True)
+            if not ours:
+                traceback.print_exc()
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            if "RUN_ERROR_FILE" in os.environ:  # run.sh shows it again, below torchrun's report
+                Path(os.environ["RUN_ERROR_FILE"]).write_text(f"error: {error}\n")
         sys.stdout.flush()
         os._exit(1)  # a normal exit may wait for ranks that are inside a collective; torchrun ends those
 
 
 def _first_to_fail() -> bool:
-    """True on the rank that should report. Before the process group exists all ranks fail alike: rank 0 reports."""
-    if not dist.is_initialized():
-        return os.environ.get("RANK", "0") == "0"
-    return dist.distributed_c10d._get_default_store().add("reported_error", 1) == 1
+    """True on the one rank that reports: usually all ranks fail, and torchrun ends the others as soon as one has."""
+    if "RUN_ERROR_FILE" in os.environ:
+        try:
+            Path(os.environ["RUN_ERROR_FILE"]).touch(exist_ok=False)
+            return True
+        except FileExistsError:
+            return False
+    return not dist.is_initialized() or dist.distributed_c10d._get_default_store().add("reported_error", 1) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -777,32 +802,27 @@ class PackedText:
                 raise ValueError(f"{self.path}: {self.row} rows hold no text at all")
             self.epoch, self.row, self.stream_state = self.epoch + 1, 0, None
 
-    def _sequence(self) -> tuple[list[int], list[int], list[int]] | None:
-        """(input ids, labels, positions) of the next sequence; None at the end of a finite stream."""
+    def _sequence(self) -> Batch | None:
+        """The next sequence, without a batch dim; None at the end of a finite stream."""
         n = self.seq_len
         while len(self.ids) <= n:
-            document = next(self._documents, None)
-            if document is None:
+            ids, counted = next(self._documents, ([], None))
+            if counted is None:
                 if len(self.ids) < 2:
                     return None
                 pad = n + 1 - len(self.ids)  # the last sequence of a finite stream: nothing dropped, nothing counted
-                document = ([self.end_id] * pad, [False] * pad)
-            ids, counted = document
+                ids, counted = [self.end_id] * pad, [False] * pad
             self.ids += ids
             self.counted += counted
             self.starts += [True] + [False] * (len(ids) - 1) if ids else []
-        mask = self.data.document_mask
-        labels = [
-            self.ids[i + 1] if self.counted[i + 1] and not (mask and self.starts[i + 1]) else IGNORE_INDEX
-            for i in range(n)
-        ]
-        positions, start = [], 0
-        for i in range(n):
-            start = i if mask and self.starts[i] else start
-            positions.append(i - start)
-        inputs = self.ids[:n]
+        ids, index = torch.tensor(self.ids[: n + 1], dtype=torch.int32), torch.arange(n)
+        counted, starts = torch.tensor(self.counted[: n + 1]), torch.tensor(self.starts[: n + 1])
+        if not self.data.document_mask:
+            starts = torch.zeros_like(starts)
+        labels = torch.where(counted[1:] & ~starts[1:], ids[1:], IGNORE_INDEX)
+        positions = index - torch.where(starts[:n], index, 0).cummax(dim=0).values
         self.ids, self.counted, self.starts = self.ids[n:], self.counted[n:], self.starts[n:]
-        return inputs, labels, positions
+        return Batch(ids[:n], labels, positions)
 
     def _make_step(self) -> tuple[list[Batch], int, dict[str, Any]] | None:
         """Sequence k of a step goes to micro-step k // (local x ranks), data rank (k // local) % ranks."""
@@ -812,21 +832,13 @@ class PackedText:
             if sequence is None:
                 if k == 0:
                     return None
-                sequence = ([self.end_id] * self.seq_len, [IGNORE_INDEX] * self.seq_len, list(range(self.seq_len)))
-            counted += sum(label != IGNORE_INDEX for label in sequence[1])
+                ids = torch.full((self.seq_len,), self.end_id, dtype=torch.int32)
+                sequence = Batch(ids, torch.full_like(ids, IGNORE_INDEX), torch.arange(self.seq_len))
+            counted += int((sequence.labels != IGNORE_INDEX).sum())
             if (k // self.local) % self.ranks == self.rank:
                 mine.append(sequence)
-        batches = []
-        for first in range(0, len(mine), self.local):
-            ids, labels, positions = zip(*mine[first : first + self.local], strict=True)
-            batches.append(
-                Batch(
-                    torch.tensor(ids, dtype=torch.int32),
-                    torch.tensor(labels, dtype=torch.int32),
-                    torch.tensor(positions, dtype=torch.int64),
-                )
-            )
-        return batches, counted, self._state()
+        chunks = [mine[first : first + self.local] for first in range(0, len(mine), self.local)]
+        return [Batch(*map(torch.stack, zip(*chunk, strict=True))) for chunk in chunks], counted, self._state()
 
     def next_step(self) -> tuple[list[Batch], int] | None:
         """(micro-batches of this rank, counted labels of the step over all data ranks); None at a finite end."""

@@ -152,6 +152,24 @@ debug_models() { # arguments ...: made if CONFIG or an argument names them; here
   "$PY" "$ROOT/make_debug_models.py"
 }
 
+run_ranks() { # torchrun command ...: exits with its exit code
+  local child status=0
+  # The first rank that fails makes this file and writes its message there: torchrun's own report would bury it.
+  RUN_ERROR_FILE=$(mktemp -d)/message
+  export RUN_ERROR_FILE
+  "$@" &
+  child=$!
+  # SIGTERM goes to the ranks themselves: they finish the step, save and exit 0. torchrun would kill them after a while
+  # and exit 1.
+  trap 'pkill -TERM -P "$child" || kill -TERM "$child"' TERM
+  trap 'kill -INT "$child"' INT
+  while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a trap ends a wait early
+  wait "$child" || status=$?
+  [ ! -s "$RUN_ERROR_FILE" ] || say "$(cat "$RUN_ERROR_FILE")"
+  rm -rf "${RUN_ERROR_FILE%/message}"
+  exit "$status"
+}
+
 train() { # hf|native|nki_moe CONFIG arguments ...
   local script="$ROOT/train_$1.py" nproc argument previous="" plain="" rank quiet=""
   shift
@@ -198,7 +216,8 @@ print(tomllib.load(open(sys.argv[1], "rb")).get("launch", {}).get("nproc_per_nod
     set -- "$PY" -m torch.distributed.run --nnodes "$NNODES" --nproc_per_node "$nproc" "$@"
   fi
   echo "$SHOWN$(printf '%q ' "$@")" >&2
-  exec "$@" # torchrun passes signals on to the ranks; its exit code is ours
+  [ -z "$plain" ] || exec "$@"
+  run_ranks "$@"
 }
 
 command=${1:---help}

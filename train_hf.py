@@ -96,6 +96,8 @@ def build_model(hf_config, config: Config) -> nn.Module:
         options = {"experts_implementation": "grouped_mm"} if hasattr(hf_config, "num_experts") else {}
         model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa", dtype=torch.float32, **options)
     model.config.use_cache = False
+    # Transformers gives the row of pad_token_id no gradient. Qwen pads with <|endoftext|>, which also ends documents.
+    model.model.embed_tokens.padding_idx = None
     model.lm_head = LMHead.from_linear(model.lm_head)
     for module in model.modules():
         if isinstance(module, Qwen3MoeTopKRouter):
@@ -293,6 +295,7 @@ def main(config: Config) -> None:
     rank, ranks = common.data_rank_and_size(dims)
     data_group = dims.get_mesh("batch").get_group() if ranks > 1 else None
     torch.manual_seed(config.debug.seed)
+    common.log_unused(config, hf_config, PATH)
 
     # 3. Model on the meta device.
     model = build_model(hf_config, config)

@@ -112,7 +112,9 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def hf_oracle(folder: Path):
     """The Hugging Face model in fp32, one process."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model.model.embed_tokens.padding_idx = None  # <|endoftext|> pads and ends documents: it is trained
+    return model
 
 
 # ----- workers -----
