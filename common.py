@@ -497,6 +497,21 @@ def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str
         )
 
 
+def log_unused(config: Config, hf_config: Any, path: str) -> None:
+    """One line for each key that was set, but has no effect on this path, model or mesh."""
+    c, p = config, config.parallelism
+    unused = {
+        "[nki]": path != "nki_moe" and c.nki != NKI(),
+        "[moe] router_aux_loss_coef": not getattr(hf_config, "num_experts", 0) and c.moe != MoE(),
+        "[compile] backend": not c.compile.enable and c.compile.backend != Compile.backend,
+        "[parallelism] enable_sequence_parallel": p.tensor_parallel_degree == 1 and not p.enable_sequence_parallel,
+        "[checkpoint] load_step": not c.checkpoint.enable and c.checkpoint.load_step != -1,
+        "[validation] freq": not c.validation.path and c.validation.freq != 0,
+    }
+    for key in (key for key, is_unused in unused.items() if is_unused):
+        log(f"no effect    {key}: not used by this run of {path}")
+
+
 def build_mesh(config: Config, world_size: int) -> Any:
     """torchtitan's ParallelDims with the axes dp_replicate, fsdp, tp (and efsdp, ep).
 
@@ -749,6 +764,8 @@ def load_rows(data: Data, path: str) -> Any:
         raise ValueError(f"data path {path!r}: files must be of one kind out of {', '.join(kinds)}; found {files[:5]}")
     if empty := [f for f in files if os.path.getsize(f) == 0]:
         raise ValueError(f"data file {empty[0]} is empty")
+    if odd := [f for f in files if "::" in f or f != os.path.expandvars(f)]:
+        raise ValueError(f"data file {odd[0]!r}: datasets cannot open a name with '::' or $VARIABLE in it; rename it")
     options = {"sample_by": "document"} if found == {"text"} else {}
     try:  # the names are escaped: datasets would read [1] and * in a folder name as a pattern
         escaped = [glob.escape(f) for f in files]
@@ -817,32 +834,27 @@ class PackedText:
                 raise ValueError(f"{self.path}: {self.row} rows hold no text at all")
             self.epoch, self.row, self.stream_state = self.epoch + 1, 0, None
 
-    def _sequence(self) -> tuple[list[int], list[int], list[int]] | None:
-        """(input ids, labels, positions) of the next sequence; None at the end of a finite stream."""
+    def _sequence(self) -> Batch | None:
+        """The next sequence, without a batch dim; None at the end of a finite stream."""
         n = self.seq_len
         while len(self.ids) <= n:
-            document = next(self._documents, None)
-            if document is None:
+            ids, counted = next(self._documents, ([], None))
+            if counted is None:
                 if len(self.ids) < 2:
                     return None
                 pad = n + 1 - len(self.ids)  # the last sequence of a finite stream: nothing dropped, nothing counted
-                document = ([self.end_id] * pad, [False] * pad)
-            ids, counted = document
+                ids, counted = [self.end_id] * pad, [False] * pad
             self.ids += ids
             self.counted += counted
             self.starts += [True] + [False] * (len(ids) - 1) if ids else []
-        mask = self.data.document_mask
-        labels = [
-            self.ids[i + 1] if self.counted[i + 1] and not (mask and self.starts[i + 1]) else IGNORE_INDEX
-            for i in range(n)
-        ]
-        positions, start = [], 0
-        for i in range(n):
-            start = i if mask and self.starts[i] else start
-            positions.append(i - start)
-        inputs = self.ids[:n]
+        ids, index = torch.tensor(self.ids[: n + 1], dtype=torch.int32), torch.arange(n)
+        counted, starts = torch.tensor(self.counted[: n + 1]), torch.tensor(self.starts[: n + 1])
+        if not self.data.document_mask:
+            starts = torch.zeros_like(starts)
+        labels = torch.where(counted[1:] & ~starts[1:], ids[1:], IGNORE_INDEX)
+        positions = index - torch.where(starts[:n], index, 0).cummax(dim=0).values
         self.ids, self.counted, self.starts = self.ids[n:], self.counted[n:], self.starts[n:]
-        return inputs, labels, positions
+        return Batch(ids[:n], labels, positions)
 
     def _make_step(self) -> tuple[list[Batch], int, dict[str, Any]] | None:
         """Sequence k of a step goes to micro-step k // (local x ranks), data rank (k // local) % ranks."""
@@ -852,21 +864,13 @@ class PackedText:
             if sequence is None:
                 if k == 0:
                     return None
-                sequence = ([self.end_id] * self.seq_len, [IGNORE_INDEX] * self.seq_len, list(range(self.seq_len)))
-            counted += sum(label != IGNORE_INDEX for label in sequence[1])
+                ids = torch.full((self.seq_len,), self.end_id, dtype=torch.int32)
+                sequence = Batch(ids, torch.full_like(ids, IGNORE_INDEX), torch.arange(self.seq_len))
+            counted += int((sequence.labels != IGNORE_INDEX).sum())
             if (k // self.local) % self.ranks == self.rank:
                 mine.append(sequence)
-        batches = []
-        for first in range(0, len(mine), self.local):
-            ids, labels, positions = zip(*mine[first : first + self.local], strict=True)
-            batches.append(
-                Batch(
-                    torch.tensor(ids, dtype=torch.int32),
-                    torch.tensor(labels, dtype=torch.int32),
-                    torch.tensor(positions, dtype=torch.int64),
-                )
-            )
-        return batches, counted, self._state()
+        chunks = [mine[first : first + self.local] for first in range(0, len(mine), self.local)]
+        return [Batch(*map(torch.stack, zip(*chunk, strict=True))) for chunk in chunks], counted, self._state()
 
     def next_step(self) -> tuple[list[Batch], int] | None:
         """(micro-batches of this rank, counted labels of the step over all data ranks); None at a finite end."""
@@ -1136,9 +1140,11 @@ class HFFolder:
                 raise ValueError(f"{index} is not a valid index of safetensors files") from None
             if absent := sorted({f for f in self.file_of.values() if not (folder / f).is_file()}):
                 raise ValueError(f"{folder}: the index names files that are not there: {', '.join(absent)}")
-            for name, file in self.file_of.items():
-                if name not in self._handle(file).keys():  # noqa: SIM118 - safe_open is no dict
-                    raise ValueError(f"{index} places {name} in {file}, but that file does not hold it")
+            held = {(name, file) for file in set(self.file_of.values()) for name in self._handle(file).keys()}  # noqa: SIM118
+            for name, file in sorted(self.file_of.items() - held):
+                raise ValueError(f"{index} places {name} in {file}, but that file does not hold it")
+            for name, file in sorted(held - self.file_of.items()):
+                raise ValueError(f"{folder / file} holds {name}, but {index.name} does not list it there")
         elif (folder / "model.safetensors").is_file():
             self.file_of = dict.fromkeys(self._handle("model.safetensors").keys(), "model.safetensors")
         else:
@@ -1189,7 +1195,10 @@ class HFFolder:
             return None
         if index:
             shape = [index[1].stop - index[1].start, *shape[2:]] if len(index) == 2 else shape[1:]
-        return tuple(shape), _DTYPES[self._slice(name).get_dtype()]
+        dtype = self._slice(name).get_dtype()
+        if dtype not in _DTYPES:
+            raise ValueError(f"{self.folder}: {name} is of type {dtype}; readable are {', '.join(_DTYPES)}")
+        return tuple(shape), _DTYPES[dtype]
 
     def read(self, hf_name: str, box: tuple[slice, ...]) -> torch.Tensor:
         """The box of one tensor; only these bytes are read."""
@@ -1279,6 +1288,11 @@ def load_weights(model: nn.Module, pieces: Pieces, folder: Path, tied: bool) -> 
     log(f"weights      {len(wanted)} tensors from {folder}")
 
 
+def name_seed(hf_name: str) -> int:
+    """A stable hash of the name: Python's own differs between processes."""
+    return int.from_bytes(hf_name.encode()[-64:], "little") % (2**31 - 1)
+
+
 def random_weights(model: nn.Module, pieces: Pieces, hf_config: Any, seed: int) -> None:
     """Seeded random weights, drawn on CPU per Hugging Face tensor name: the same for every path, mesh and device.
 
@@ -1289,9 +1303,7 @@ def random_weights(model: nn.Module, pieces: Pieces, hf_config: Any, seed: int) 
     def read(hf_name: str, box: tuple[slice, ...]) -> torch.Tensor:
         if len(shapes[hf_name]) == 1:
             return torch.ones(shapes[hf_name])[box]
-        # A stable hash of the name: Python's own differs between processes.
-        name_seed = int.from_bytes(hf_name.encode()[-64:], "little") % (2**31 - 1)
-        generator = torch.Generator().manual_seed(seed * 2**31 + name_seed)
+        generator = torch.Generator().manual_seed(seed * 2**31 + name_seed(hf_name))
         return torch.empty(shapes[hf_name]).normal_(0, hf_config.initializer_range, generator=generator)[box]
 
     fill_weights(model, pieces, read)
@@ -1386,10 +1398,17 @@ def _export_dtypes(wanted: dict[str, tuple[int, ...]], source: Path, dtype: str)
         return dict.fromkeys(wanted, getattr(torch, dtype))
     try:
         files = HFFolder(source)
-    except ValueError:  # random init from a folder without weights: what config.json says
-        raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        return dict.fromkeys(wanted, getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"))
-    return {name: files.info(name)[1] for name in wanted}
+    except ValueError:  # random init from a folder without weights
+        return _config_dtype(wanted, source)
+    infos = {name: files.info(name) for name in wanted}
+    if None in infos.values():  # random init, and the files are of another model
+        return _config_dtype(wanted, source)
+    return {name: info[1] for name, info in infos.items()}
+
+
+def _config_dtype(wanted: Iterable[str], source: Path) -> dict[str, torch.dtype]:
+    raw = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    return dict.fromkeys(wanted, getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"))
 
 
 def _write_config_json(source: Path, out: Path, out_dtype: dict[str, torch.dtype]) -> None:
@@ -1506,17 +1525,18 @@ def list_checkpoints(folder: Path) -> list[tuple[int, str | None]]:
     """[(step, None or what is wrong with it)] in rising order; only folders named exactly step-<number> count."""
     found = []
     for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.is_dir() and re.fullmatch(r"step-\d+", entry.name):
+        if entry.is_dir() and re.fullmatch(r"step-(0|[1-9][0-9]*)", entry.name):
             found.append((int(entry.name[5:]), _checkpoint_problem(entry)))
     return sorted(found)
 
 
 def _checkpoint_problem(entry: Path) -> str | None:
     try:
-        files = json.loads((entry / "meta.json").read_text())["files"]
-    except (OSError, ValueError, KeyError):
+        meta = json.loads((entry / "meta.json").read_text())
+        files, _ = meta["files"].items(), meta["identity"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "no readable meta.json"
-    for name, size in files.items():
+    for name, size in files:
         if not (entry / name).is_file():
             return f"{name} is missing"
         if (entry / name).stat().st_size != size:
@@ -1545,7 +1565,15 @@ def find_checkpoint(folder: Path, config: Config, identity: dict[str, Any], sour
     if not complete:
         log(f"start        fresh, from {source}; no complete checkpoint in {folder}")
         return None
-    path = folder / f"step-{complete[-1] if load_step == -1 else load_step}"
+    step = complete[-1] if load_step == -1 else load_step
+    path = folder / f"step-{step}"
+    if step > config.training.steps:
+        raise ValueError(f"{path} is beyond [training] steps = {config.training.steps}: raise it, or set load_step")
+    if step != complete[-1] and step < config.training.steps:
+        raise ValueError(
+            f"[checkpoint] load_step = {step}: {folder} holds later checkpoints {[s for s in complete if s > step]}, "
+            f"and the next start would resume from those. Move them away first, or use another --job.dump_folder"
+        )
     saved = json.loads((path / "meta.json").read_text())["identity"]
     if saved != identity:
         names = sorted(k for k in {*saved, *identity} if saved.get(k) != identity.get(k))

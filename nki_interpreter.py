@@ -64,9 +64,9 @@ class NkiValidationError(Exception):
     """The kernel does what trn2, or the documented language, does not allow."""
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str, storage: "Storage | None" = None) -> None:
     if not condition:
-        raise NkiValidationError(message)
+        raise NkiValidationError(message if storage is None else f"{message}: {storage}")
 
 
 # ------------------------------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Core:
     dynamic_trips: bool = False
 
     def issue(self, name: str, *tensors: "NkiTensor", **counts: float) -> None:
-        self.log.append((name, self.loop, tuple((t.shape, str(t.dtype), t.buffer) for t in tensors)))
+        self.log.append((name, self.loop, tuple((t.shape, t.dtype, t.buffer) for t in tensors)))
         self.counts["instructions"] += 1
         self.counts.update(counts)
 
@@ -234,20 +234,20 @@ class NkiTensor:
         if any(k is Ellipsis for k in key):
             at = key.index(Ellipsis)
             key = key[:at] + (slice(None),) * (len(self.shape) - len(key) + 1) + key[at + 1 :]
-        _require(len(key) <= len(self.shape), f"{len(key)} indices for {self.storage}")
+        _require(len(key) <= len(self.shape), f"{len(key)} indices", self.storage)
         start = self.start_partition
         for dim, (k, size) in enumerate(zip(key, self.shape, strict=False)):
             is_slice = isinstance(k, slice)
             first, last, step = k.indices(size) if is_slice else (k.__index__() % size, k.__index__() + 1, 1)
             inside = (k.stop is None or -size <= k.stop <= size) if is_slice else -size <= k.__index__() < size
-            _require(inside and first < last, f"index {k} of dim {dim} is outside or empty: {self.storage}")
+            _require(inside and first < last, f"index {k} of dim {dim} is outside or empty", self.storage)
             if dim == 0 and self.buffer in ON_CHIP:
-                _require(step == 1, f"no step over partitions: {self.storage}")
+                _require(step == 1, "no step over partitions", self.storage)
                 key = (slice(first, last if is_slice else first + 1), *key[1:])
                 start += first
         state = None if self.state is None else self.state[key]
         view = NkiTensor(self.storage, self.data[key], state, start)
-        _require(self.buffer not in ON_CHIP or view.data.ndim >= 2, f"on-chip views keep 2 dims: {self.storage}")
+        _require(self.buffer not in ON_CHIP or view.data.ndim >= 2, "on-chip views keep 2 dims", self.storage)
         return view
 
     def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0, dtype=None):
@@ -257,7 +257,7 @@ class NkiTensor:
         vector_offset  (P, 1) SBUF int32 over an HBM tensor: row of each partition (the first step is ignored)
         """
         base = self.storage.array
-        _require(self._is_base(), f".ap ignores views, so call it on the tensor itself: {self.storage}")
+        _require(self._is_base(), ".ap ignores views, so call it on the tensor itself", self.storage)
         _require(offset is not None, "pass offset= explicitly: the documentation disagrees about its default")
         _require(dtype is None, "dtype= of .ap is outside the supported part")
         _require(scalar_offset is None or vector_offset is None, "scalar_offset and vector_offset exclude each other")
@@ -265,12 +265,12 @@ class NkiTensor:
         _require(all(step >= 0 and num >= 1 for step, num in pattern), f"bad pattern {pattern}")
         if self.buffer in ON_CHIP:
             row = math.prod(base.shape[1:])
-            _require(pattern[0][0] == row, f"first step on chip must be {row}, the partition's size: {self.storage}")
+            _require(pattern[0][0] == row, f"first step on chip must be {row}, the partition's size", self.storage)
             _require(all(max(pair) < STEP_LIMIT for pair in pattern), f"16-bit steps and sizes on chip: {pattern}")
         last = offset + sum(step * (num - 1) for step, num in pattern)
         if vector_offset is not None:
             return self._gather(pattern, offset, vector_offset, indirect_dim)
-        _require(offset >= 0 and last < base.size, f"pattern {pattern} at {offset} leaves {self.storage}")
+        _require(offset >= 0 and last < base.size, f"pattern {pattern} at {offset} leaves the tensor", self.storage)
         moved, in_bounds = 0, True
         if scalar_offset is not None:
             value = _scalar(scalar_offset)
@@ -338,35 +338,35 @@ def _scalar(source) -> int:
 
 
 def _check_use(t: NkiTensor) -> None:
-    _require(not t.storage.dead, f"allocated in a loop body and used after that iteration: {t.storage}")
+    _require(not t.storage.dead, "allocated in a loop body and used after that iteration", t.storage)
     if t.buffer is MemoryRegion.psum:
         same = t.storage.loop == _running().loop
-        _require(same, f"PSUM may not cross the edge of a device loop, allocate it inside the body: {t.storage}")
+        _require(same, "PSUM may not cross the edge of a device loop, allocate it inside the body", t.storage)
     if t.buffer in ON_CHIP:
         n, start = t.shape[0], t.start_partition
         allowed = (0,) if n > 64 else (0, 64) if n > 32 else (0, 32, 64, 96)
-        _require(start in allowed, f"{n} partitions may start at {allowed}, not {start}: {t.storage}")
+        _require(start in allowed, f"{n} partitions may start at {allowed}, not {start}", t.storage)
 
 
 def _read(t: NkiTensor) -> np.ndarray:
     """The data of a tensor that is about to be used: it must have been written, in HBM by this same program."""
     _check_use(t)
     if t.state is not None:
-        _require(bool((t.state != UNWRITTEN).all()), f"reads memory that nothing wrote: {t.storage}")
+        _require(bool((t.state != UNWRITTEN).all()), "reads memory that nothing wrote", t.storage)
         mine = t.buffer in ON_CHIP or bool((t.state == 1 + _running().program).all())
-        _require(mine, f"reads what the other core wrote, without a barrier: {t.storage}")
+        _require(mine, "reads what the other core wrote, without a barrier", t.storage)
     return t.data
 
 
 def _write(t: NkiTensor, values: np.ndarray | None, by: int = WRITTEN) -> None:
     """Store values (None: counting only), converted as the engines do: floats by rounding, ints saturating."""
     _check_use(t)
-    _require(not t.storage.read_only, f"kernels here never write their inputs: {t.storage}")
+    _require(not t.storage.read_only, "kernels here never write their inputs", t.storage)
     if t.state is not None:
         if t.buffer not in ON_CHIP:
             by = 1 + _running().program
             mine = bool(((t.state == UNWRITTEN) | (t.state == by)).all())
-            _require(mine, f"both cores write the same rows: {t.storage}")
+            _require(mine, "both cores write the same rows", t.storage)
         t.state[...] = by
     if values is not None:
         t.data[...] = _cast(values, t.dtype)
@@ -451,7 +451,7 @@ def _compute(name: str, dst: NkiTensor, sources: tuple, function, **counts) -> N
     """Every Vector and Scalar instruction: check the sources, compute in fp32, round once at the write."""
     core = _running()
     core.issue(name, dst, *(s for s in sources if isinstance(s, NkiTensor)), **counts)
-    if core.numerics:
+    if core.numerics or dst.dtype.kind in "iu":
         with np.errstate(over="ignore", invalid="ignore"):
             _write(dst, function(*(_f32(s) for s in sources)).astype(np.float32).reshape(dst.shape))
     else:
@@ -513,15 +513,6 @@ def _check_not_both_psum(name: str, a: NkiTensor, b: NkiTensor) -> None:
     _require(not both, f"{name}: both inputs are in PSUM, at most one may be")
 
 
-def tensor_scalar(
-    dst, data, op0, operand0, reverse0=False, op1=None, operand1=None, reverse1=False, engine=Engine.unknown, name=None
-):
-    _check_lanes("tensor_scalar", dst, data)
-    _require(op1 is None and not reverse0, "tensor_scalar: one operator, not reversed, is the supported part")
-    _check_scale("tensor_scalar", operand0, dst.shape[0])
-    _compute("tensor_scalar", dst, (data, operand0), op0, **_engine_counts("tensor_scalar", engine, dst, data))
-
-
 def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, name=None):
     _check_lanes("scalar_tensor_tensor", dst, data, operand1)
     _require(not reverse0 and not reverse1, "scalar_tensor_tensor: reversed operands are outside the supported part")
@@ -545,23 +536,18 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
 
 
 def nc_matmul(
-    dst,
-    stationary,
-    moving,
-    is_stationary_onezero=False,
-    is_moving_onezero=False,
-    is_transpose=False,
-    accumulate=None,
-    tile_position=(),
-    tile_size=(),
-    perf_mode=MatmulPerfMode.none,
-    name=None,
-):
+    dst, stationary, moving, is_stationary_onezero=False, is_moving_onezero=False, is_transpose=False,
+    accumulate=None, tile_position=(), tile_size=(), perf_mode=MatmulPerfMode.none, name=None,
+):  # fmt: skip
     """dst[M, N] = (accumulate: +=) stationary[K, M].T @ moving[K, N], in fp32."""
     core = _running()
+    special = is_stationary_onezero or is_moving_onezero or is_transpose or tile_position or tile_size
+    _require(
+        not special and perf_mode is MatmulPerfMode.none, "nc_matmul: special modes are outside the supported part"
+    )
     for t, role in ((stationary, "stationary"), (moving, "moving")):
         _require(t.buffer is MemoryRegion.sbuf, f"nc_matmul: {role} must be in SBUF")
-        _require(t.dtype in (BFLOAT16, FLOAT32), f"nc_matmul: {role} is {t.dtype}")
+        _require(t.dtype in (BFLOAT16, FLOAT32), f"nc_matmul: {role} must be bf16 or fp32", t.storage)
     _require(stationary.dtype == moving.dtype, "nc_matmul: fp32 pairs with fp32 only")
     _require(len(stationary.shape) == 2, "nc_matmul: stationary with several free dims gives wrong products on trn2")
     (K, M), N = stationary.shape, _elements(moving)
@@ -580,7 +566,8 @@ def nc_matmul(
 
 def _check_psum_result(name: str, dst: NkiTensor, shape: tuple[int, int], dtype: np.dtype) -> None:
     _require(dst.buffer is MemoryRegion.psum, f"{name}: dst must be in PSUM")
-    _require(dst.dtype == dtype, f"{name}: dst must be {dtype}, not {dst.dtype}")
+    if dst.dtype != dtype:
+        raise NkiValidationError(f"{name}: dst must be {dtype}, not {dst.dtype}")
     _require((dst.shape[0], _elements(dst)) == shape, f"{name}: dst is {dst.shape}, the result {shape}")
     # A tile starts at a bank; the first partition of the view gives its byte range inside the tile.
     begin = dst.data.__array_interface__["data"][0] - dst.storage.array.__array_interface__["data"][0]
@@ -761,12 +748,12 @@ def _to_torch(t: NkiTensor) -> torch.Tensor:
 
 def _check_output(t: NkiTensor, core: Core) -> None:
     _require(isinstance(t, NkiTensor) and t._is_base(), "a kernel returns tensors it allocated, not views")
-    _require(t.buffer is MemoryRegion.shared_hbm, f"outputs live in nl.shared_hbm: {t.storage}")
+    _require(t.buffer is MemoryRegion.shared_hbm, "outputs live in nl.shared_hbm", t.storage)
     if t.state is not None:
         is_written = (t.state != UNWRITTEN).reshape(t.shape[0], -1)
         whole, untouched = is_written.all(1), ~is_written.any(1)
-        _require(bool((whole | untouched).all()), f"output partly unwritten: {t.storage}")
-        _require(bool(whole.all()) or core.dynamic_trips, f"output not written: {t.storage}")
+        _require(bool((whole | untouched).all()), "output partly unwritten", t.storage)
+        _require(bool(whole.all()) or core.dynamic_trips, "output not written", t.storage)
 
 
 class Kernel:
@@ -793,7 +780,8 @@ class Kernel:
         finally:
             _core = None
         for a, b in itertools.zip_longest(cores[0].log, cores[-1].log):
-            _require(a == b, f"the two programs differ: {a} against {b}")
+            if a != b:
+                raise NkiValidationError(f"the two programs differ: {a} against {b}")
         outputs = returned if isinstance(returned, tuple) else (returned,)
         for t in outputs:
             _check_output(t, cores[0])
@@ -816,7 +804,7 @@ language = types.SimpleNamespace(
 )
 isa = types.SimpleNamespace(
     **{e.__name__: e for e in (Engine, DgeMode, OobMode, ReduceCmd, MatmulPerfMode)},
-    **{f.__name__: f for f in (dma_copy, memset, tensor_copy, activation, tensor_tensor, tensor_scalar)},
+    **{f.__name__: f for f in (dma_copy, memset, tensor_copy, activation, tensor_tensor)},
     **{f.__name__: f for f in (scalar_tensor_tensor, tensor_reduce, nc_matmul, nc_transpose)},
     **{f.__name__: f for f in (register_alloc, register_load)},
 )

@@ -299,6 +299,7 @@ def main(config: Config) -> None:
     rank, ranks = common.data_rank_and_size(dims)
     data_group = dims.get_mesh("batch").get_group() if ranks > 1 else None
     torch.manual_seed(config.debug.seed)
+    common.log_unused(config, hf_config, PATH)
 
     # 3. Model on the meta device.
     model = build_model(hf_config, config)

@@ -180,8 +180,13 @@ def build_model(hf_config, config: Config) -> Qwen3Model:
                 "the native path does not run MoE models on Neuron: torchtitan's token dispatch has data-dependent "
                 "shapes there. Use ./run.sh nki_moe with the same TOML file"
             )
-    titan = model_config(hf_config, config.training.seq_len, config.data.document_mask)
-    p = config.parallelism
+    t, p = config.training, config.parallelism
+    if config.compile.enable and getattr(hf_config, "num_experts", 0) and t.mixed_precision_param == "float32":
+        raise ValueError(
+            "[compile] enable = true with experts needs [training] mixed_precision_param = 'bfloat16': "
+            "torch can trace its grouped matmul in bf16 only"
+        )
+    titan = model_config(hf_config, t.seq_len, config.data.document_mask)
     set_qwen3_sharding_config(titan, enable_sp=p.enable_sequence_parallel, enable_ep=p.expert_parallel_degree > 1)
     with torch.device("meta"):
         model = titan.build()
@@ -313,6 +318,7 @@ def main(config: Config) -> None:
     rank, ranks = common.data_rank_and_size(dims)
     data_group = dims.get_mesh("batch").get_group() if ranks > 1 else None
     torch.manual_seed(config.debug.seed)
+    common.log_unused(config, hf_config, PATH)
 
     # 3. Model on the meta device.
     model = build_model(hf_config, config)

@@ -249,6 +249,11 @@ def build_model(hf_config, config: Config) -> Qwen3Model:
             f"[parallelism] expert_parallel_degree = {p.expert_parallel_degree}: the nki_moe path spreads experts over "
             f"the tensor-parallel axis and has no other expert parallelism; set it to 1"
         )
+    if config.compile.enable and config.compile.backend == "inductor":
+        raise ValueError(
+            "[compile] backend = 'inductor' cannot compile the nki_moe path's slot tables (its C++ fails to build, "
+            "seen with torch 2.13 on CPU): use 'neuron' on Trainium, 'aot_eager' on CPU, or enable = false"
+        )
     backend = kernels.resolve_backend(config.nki.kernels, common.DEVICE_TYPE)
     kernels.check_shapes(
         n_tokens=t.local_batch_size * t.seq_len,
@@ -401,6 +406,7 @@ def main(config: Config) -> None:
     rank, ranks = common.data_rank_and_size(dims)
     data_group = dims.get_mesh("batch").get_group() if ranks > 1 else None
     torch.manual_seed(config.debug.seed)
+    common.log_unused(config, hf_config, PATH)
 
     # 3. Model on the meta device.
     model = build_model(hf_config, config)

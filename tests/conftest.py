@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,16 @@ D0 = dict(
 M0 = D0 | dict(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, router_aux_loss_coef=0.001
 )
+# The smallest MoE that the NKI kernels take: hidden and expert width are multiples of 128.
+M128 = M0 | dict(hidden_size=256, moe_intermediate_size=128, initializer_range=0.1)
+
+# Every path with the models that it trains; nki_moe takes neither dense models nor M0's widths.
+CASES = [
+    *[(path, name) for path in ("native", "hf") for name in ("D0", "D0t", "M0")],
+    *[(path, "M128") for path in ("native", "hf", "nki_moe")],
+]
+SMALL_CASES = [("native", "D0t"), ("hf", "D0t"), ("native", "M0"), ("hf", "M0"), ("nki_moe", "M128")]
+MOE_CASES = [("native", "M0"), ("hf", "M0"), ("nki_moe", "M128")]
 
 
 # ----- models and data -----
@@ -62,12 +73,13 @@ def TOKENIZER():
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> dict[str, Path]:
-    """D0 (dense, untied), D0t (dense, tied), M0 (MoE), each with norm weights that are not all one."""
+    """D0 (dense, untied), D0t (dense, tied), M0 and M128 (MoE), each with norm weights that are not all one."""
     root = tmp_path_factory.mktemp("models")
     folders = {
         "D0": make_model(root / "D0"),
         "D0t": make_model(root / "D0t", tie_word_embeddings=True),
         "M0": make_model(root / "M0", num_experts=8),
+        "M128": make_model(root / "M128", **M128),
     }
     for folder in folders.values():
         rewrite_weights(folder, lambda name, w: w + 0.1 * torch.randn(w.shape) if w.ndim == 1 else w)
@@ -202,6 +214,11 @@ class Run:
     losses: list[float]
     norms: list[float]
     log: str  # what rank 0 printed
+    metrics: list[dict]  # every line of metrics.jsonl
+
+    @property
+    def validation(self) -> list[float]:
+        return [line["validation_loss"] for line in self.metrics if "validation_loss" in line]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return read_tensors(self.folder / "export")
@@ -216,6 +233,7 @@ def make_config(**sections) -> common.Config:
         "metrics": dict(log_freq=1, enable_tensorboard=False),
         "data": dict(shuffle=False, document_mask=True),
         "export": dict(dtype="float32"),
+        "nki": dict(block_tokens=128),
     }
     config = common.Config()
     for section in {*defaults, *sections}:
@@ -243,9 +261,10 @@ def train(workers, texts, tmp_path):
     """train(path, model, world=1, prepare=None, **sections) -> Run"""
     count = 0
 
-    def call(path: str, model: Path, world: int = 1, prepare=None, folder: Path | None = None, **sections) -> Run:
+    def call(path: str, model: Path, /, world: int = 1, prepare=None, folder: Path | None = None, **sections) -> Run:
         nonlocal count
         count += 1
+        sections = {name: dict(keys) for name, keys in sections.items()}
         sections.setdefault("model", {}).setdefault("path", str(model))
         sections.setdefault("data", {}).setdefault("path", str(texts))
         sections.setdefault("job", {})["dump_folder"] = str(folder or tmp_path / f"run{count}")
@@ -254,9 +273,24 @@ def train(workers, texts, tmp_path):
         out = Path(config.job.dump_folder) / path
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         steps = [line for line in lines if "loss" in line]
-        return Run(out, [s["loss"] for s in steps], [s["grad_norm"] for s in steps], logs[0])
+        return Run(out, [s["loss"] for s in steps], [s["grad_norm"] for s in steps], logs[0], lines)
 
     return call
+
+
+def refused(call, *words: str, world: int = 1) -> str:
+    """`call()` must fail on every rank, within seconds, with a message that holds all `words`; returns rank 0's."""
+    start = time.monotonic()
+    with pytest.raises(JobError) as error:
+        call()
+    messages = error.value.messages
+    assert set(messages) == set(range(world)), f"not every rank reported: {messages}\n{error.value}"
+    for message in messages.values():
+        assert message.startswith(("ValueError: ", "RuntimeError: ")), message
+        for word in words:
+            assert word in message, (word, message)
+    assert time.monotonic() - start < 30
+    return messages[0]
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

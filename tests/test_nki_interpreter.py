@@ -149,7 +149,7 @@ def transpose_too_wide(x, rows):
 @refused("scale tile must be float32")
 def scale_in_bf16(x, rows):
     t = loaded(x)
-    nisa.tensor_scalar(dst=t, data=t, op0=nl.multiply, operand0=t[:, 0:1], engine=nisa.engine.vector)
+    nisa.activation(dst=t, op=nl.copy, data=t, scale=t[:, 0:1])
 
 
 @refused(r"scale tile must be \[128, 1\]")
