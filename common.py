@@ -166,6 +166,13 @@ class Metrics_:  # trailing underscore: `Metrics` below writes them
 
 
 @dataclass
+class Profiling:
+    enable: bool = False  # write a torch.profiler trace of rank 0 to <dump_folder>/<path>/profile (open in Perfetto)
+    step: int = 5  # first profiled step; the first ones compile and allocate
+    steps: int = 2  # how many
+
+
+@dataclass
 class Sample:
     prompt: str = ""  # continued greedily after the last step; empty: no sample
     max_new_tokens: int = 48
@@ -219,6 +226,7 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics_ = field(default_factory=Metrics_)
+    profiling: Profiling = field(default_factory=Profiling)
     sample: Sample = field(default_factory=Sample)
     export: Export = field(default_factory=Export)
     moe: MoE = field(default_factory=MoE)
@@ -330,7 +338,8 @@ def check_config(config: Config) -> None:
         ("training", "max_norm"), ("parallelism", "tensor_parallel_degree"),
         ("parallelism", "data_parallel_replicate_degree"),
         ("parallelism", "expert_parallel_degree"), ("optimizer", "lr"), ("checkpoint", "interval"),
-        ("metrics", "log_freq"), ("validation", "steps"), ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
+        ("metrics", "log_freq"), ("validation", "steps"), ("profiling", "step"), ("profiling", "steps"),
+        ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
     ]  # fmt: skip
     zero_or_more = [
         ("training", "steps"), ("optimizer", "weight_decay"), ("optimizer", "eps"), ("lr_scheduler", "warmup_steps"),
@@ -349,6 +358,12 @@ def check_config(config: Config) -> None:
         raise ValueError(f"[lr_scheduler] decay_ratio = {config.lr_scheduler.decay_ratio}: must be at most 1")
     if config.training.global_batch_size == 0 or config.training.global_batch_size < -1:
         raise ValueError(f"[training] global_batch_size = {config.training.global_batch_size}: must be -1 or positive")
+    backend = config.compile.backend
+    if config.compile.enable and not config.dry_run and (backend == "neuron") != (DEVICE_TYPE == "neuron"):
+        allowed = "must be 'neuron', the device's own" if DEVICE_TYPE == "neuron" else "needs a Neuron device"
+        raise ValueError(
+            f"[compile] backend = {backend!r} on {DEVICE_TYPE}: {allowed}; or set [compile] enable = false"
+        )
     if config.data.streaming and config.data.shuffle:
         raise ValueError("[data] streaming = true needs shuffle = false: a stream is read in its own order")
 
@@ -417,11 +432,20 @@ def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
     The second group runs on gloo, for objects and CPU tensors: checkpoints plan through it (`trainium_facts` 4b).
     """
     if config.dry_run:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        import torch.testing._internal.distributed.fake_pg  # registers the backend
+        import torchtitan.distributed.parallel_dims
 
-        prepare_torchtitan("cpu")  # the meshes of a dry run touch no device
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size(config))
+        torchtitan.distributed.parallel_dims.device_type = "cpu"  # the meshes of a dry run touch no device
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size(config))
         return torch.device("cpu"), dist.group.WORLD
+    if DEVICE_TYPE == "neuron":
+        check_neuron_ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        pin_to_numa_node(int(os.environ.get("LOCAL_RANK", "0")))
+    elif Path("/dev/neuron0").exists() and os.environ.get("IGNORE_NEURON") != "1":
+        import check
+
+        problems = " ".join(check.diagnose(check.gather_facts())) or f"torch found {DEVICE_TYPE} only."
+        raise RuntimeError(f"Neuron devices are here, but not used: {problems} (To train without: IGNORE_NEURON=1)")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
     timeout = timedelta(seconds=config.comm.timeout_seconds)
@@ -438,6 +462,31 @@ def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         return torch.device("cuda", int(os.environ["LOCAL_RANK"])), cpu_group
     return torch.device(DEVICE_TYPE), cpu_group
+
+
+def check_neuron_ranks(ranks: int) -> None:
+    """Processes of this machine must be all cores or whole chips of 4 (`trainium_facts` 4a: AWS's setup, measured)."""
+    if ranks not in (4, 16, 64):
+        raise ValueError(
+            f"{ranks} processes on this machine: Neuron needs one per logical core, 64 on a trn2.48xlarge, or whole "
+            f"chips, 4 or 16. Set NPROC, or [launch] nproc_per_node"
+        )
+
+
+def pin_to_numa_node(local_rank: int) -> None:
+    """Keep this rank on the CPUs beside its chip; without it throughput was seen to halve (`trainium_facts` 9.18).
+
+    The map is a public measurement of one trn2.48xlarge (`trainium_facts` 3), so it applies to 192 CPUs only. Rank r
+    has core r, four cores are a chip. NUMA_PINNING=0 turns it off.
+    """
+    if os.cpu_count() != 192 or os.environ.get("NUMA_PINNING") == "0" or not hasattr(os, "sched_setaffinity"):
+        return
+    chip = local_rank // 4
+    far = chip < 4 or chip >= 12
+    cpus = [*range(48, 96), *range(144, 192)] if far else [*range(48), *range(96, 144)]
+    os.sched_setaffinity(0, cpus)
+    if local_rank == 0:
+        print("pinning      ranks to the CPUs of their chip's NUMA node; NUMA_PINNING=0 turns it off", flush=True)
 
 
 def world_size(config: Config) -> int:
@@ -1723,7 +1772,9 @@ def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, d
     log(f"mesh         {mesh} on {DEVICE_TYPE}, {dist.get_world_size()} processes, compute {t.mixed_precision_param}")
     log(f"step         {data.step_size} sequences x {t.seq_len} = {data.step_size * t.seq_len:,} tokens")
     log(f"             {accumulation} micro-steps of {t.local_batch_size} x {t.seq_len} on each of {ranks} data ranks")
-    log(f"memory       {state_bytes / 2**30:.3f} GiB a rank for weights, gradients and {config.optimizer.name} states")
+    device = f" of {memory:.0f} GiB" if (memory := device_memory_gib(DEVICE_TYPE)) else ""
+    states = f"weights, gradients and {config.optimizer.name} states"
+    log(f"memory       {state_bytes / 2**30:.3f} GiB{device} a rank for {states}")
     attention = "block-causal per document" if config.data.document_mask else "causal, documents run on"
     log(f"data         {data.path}, {rows}, {attention}")
     extras = [f"activation checkpointing {config.activation_checkpoint.mode}"]
@@ -1757,8 +1808,48 @@ def peak_memory_gib(device: torch.device) -> float | None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
     module = getattr(torch, device.type)
-    module.synchronize()  # counters lag on Neuron (`trainium_facts` 2)
-    return module.max_memory_allocated() / 2**30
+    if hasattr(module, "synchronize"):
+        module.synchronize()  # counters lag on Neuron (`trainium_facts` 2)
+    if hasattr(module, "max_memory_allocated"):
+        return module.max_memory_allocated() / 2**30
+    stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
+    nested = stats.get("allocated_bytes", {})  # Neuron's keys were flat in one build and nested in another
+    peak = stats.get("allocated_bytes.all.peak", nested.get("all", nested).get("peak"))
+    return None if peak is None else peak / 2**30
+
+
+def device_memory_gib(device_type: str) -> float | None:
+    """Memory of this rank's device, None for the CPU or if unknown. Neuron reports 0 on some ranks: then 24."""
+    module = getattr(torch, device_type)
+    if device_type == "cpu" or not hasattr(module, "get_device_properties"):
+        return 24.0 if device_type == "neuron" else None
+    total = module.get_device_properties(torch.device(device_type)).total_memory / 2**30
+    return total or (24.0 if device_type == "neuron" else None)
+
+
+def start_profiler(config: Config, folder: Path, start: int) -> torch.profiler.profile | None:
+    """The profiler of rank 0, if asked for: one Chrome trace of the chosen steps. `step()` it after every step.
+
+    On Neuron this shows the host only. The documented way to see the device is activities [CPU, PrivateUse1] with a
+    NeuronConfig (torch_neuronx.profiling; its DEVICE mode takes about 5 GB of HBM), whose output the Neuron Explorer
+    opens (`trainium_facts` 7). It was never run here, so it is described and not called.
+    """
+    p = config.profiling
+    if not p.enable or dist.get_rank() != 0:
+        return None
+    first = max(p.step, start + 1)
+    file = folder / "profile" / f"steps-{first}-{first + p.steps - 1}.json"
+    file.parent.mkdir(exist_ok=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if DEVICE_TYPE == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=first - start - 1, warmup=0, active=p.steps, repeat=1),
+        on_trace_ready=lambda trace: (trace.export_chrome_trace(str(file)), log(f"profile      {file}")),
+    )
+    profiler.start()
+    return profiler
 
 
 class Metrics:
@@ -1777,6 +1868,7 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(str(folder / "tensorboard"))
+        self.profiler = start_profiler(config, folder, start)
         self.restart_clock(start)
 
     def restart_clock(self, step: int) -> None:
@@ -1803,6 +1895,8 @@ class Metrics:
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, extra: dict[str, float]) -> None:
         """Log the step if it is due. Call it on every rank; `loss` and `grad_norm` are global numbers."""
+        if self.profiler:
+            self.profiler.step()
         if not self.due(step):
             return
         seconds = (time.perf_counter() - self.clock) / max(1, step - self.clock_step)
@@ -1812,13 +1906,15 @@ class Metrics:
         values |= {"tokens_per_second": tokens_per_second, "tflops_per_device": tflops}
         if self.peak:
             values["mfu"] = tflops * 1e12 / self.peak
-        if (memory := peak_memory_gib(self.device)) is not None:
+        memory = peak_memory_gib(self.device)
+        if memory is not None:
             values["memory_gib"] = memory
         self.write(step, values | extra)
         mfu = f"{100 * values['mfu']:4.1f}%" if self.peak else "n/a"
         line = (
             f"step {step:>6}/{self.config.training.steps}  loss {loss:8.4f}  grad norm {grad_norm:8.4f}  lr {lr:.2e}  "
-            f"tok/s {tokens_per_second:>9,.0f}  TFLOP/s {tflops:6.2f}  MFU {mfu}  mem {memory:5.2f} GiB"
+            f"tok/s {tokens_per_second:>9,.0f}  TFLOP/s {tflops:6.2f}  MFU {mfu}  "
+            f"mem {'n/a' if memory is None else f'{memory:5.2f} GiB'}"
         )
         line += "".join(f"  {name.replace('_', ' ')} {value:.2f}" for name, value in extra.items())
         log(line + (f"  (first step: {seconds:.1f} s)" if step == self.first else ""))
@@ -1833,6 +1929,8 @@ class Metrics:
             self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        if self.profiler:
+            self.profiler.stop()
         for sink in (self.file, self.board):
             if sink:
                 sink.close()
