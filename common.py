@@ -432,10 +432,10 @@ def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
     The second group runs on gloo, for objects and CPU tensors: checkpoints plan through it (`trainium_facts` 4b).
     """
     if config.dry_run:
-        import torch.testing._internal.distributed.fake_pg  # registers the backend
-        import torchtitan.distributed.parallel_dims
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+        from torchtitan.distributed import parallel_dims
 
-        torchtitan.distributed.parallel_dims.device_type = "cpu"  # the meshes of a dry run touch no device
+        parallel_dims.device_type = "cpu"  # the meshes of a dry run touch no device
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size(config))
         return torch.device("cpu"), dist.group.WORLD
     if DEVICE_TYPE == "neuron":
