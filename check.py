@@ -10,6 +10,7 @@ process owns the cores, and looking must not break a running job.
 
 import contextlib
 import copy
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -413,6 +414,7 @@ def _worker(rank: int, jobs: Any, results: Any) -> None:
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            gc.collect()  # models hold their process groups in cycles, and every group has threads
 
 
 def train_quietly(path: str, config: Any) -> str:
