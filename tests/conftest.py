@@ -4,13 +4,14 @@ The tests look at a training run from outside, through what it writes: losses an
 weights in the exported folder. With SGD the weights after one step are the gradient of every parameter.
 """
 
+import gc
 import importlib
 import json
 import multiprocessing
 import os
 import socket
 import sys
-import time
+import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,6 +126,8 @@ def _worker(rank: int, jobs, results) -> None:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()  # a pytest that is killed cannot stop its workers
+    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
     while (job := jobs.get()) is not None:
         world, port, function, arguments = job
         os.environ |= {
@@ -138,6 +141,7 @@ def _worker(rank: int, jobs, results) -> None:
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            gc.collect()  # models hold their process groups in cycles, and every group has threads
 
 
 class JobError(Exception):
@@ -279,8 +283,10 @@ def train(workers, texts, tmp_path):
 
 
 def refused(call, *words: str, world: int = 1) -> str:
-    """`call()` must fail on every rank, within seconds, with a message that holds all `words`; returns rank 0's."""
-    start = time.monotonic()
+    """`call()` must fail on every rank with a message that holds all `words`; returns rank 0's.
+
+    A rank that does not answer within seconds of the first one counts as hanging (see Workers.run).
+    """
     with pytest.raises(JobError) as error:
         call()
     messages = error.value.messages
@@ -289,7 +295,6 @@ def refused(call, *words: str, world: int = 1) -> str:
         assert message.startswith(("ValueError: ", "RuntimeError: ")), message
         for word in words:
             assert word in message, (word, message)
-    assert time.monotonic() - start < 30
     return messages[0]
 
 
