@@ -28,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -403,6 +404,8 @@ def _worker(rank: int, jobs: Any, results: Any) -> None:
 
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    parent = multiprocessing.parent_process()  # a parent that is killed cannot stop its workers
+    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
     while True:
         world, port, function, arguments = jobs.get()
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}

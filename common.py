@@ -326,6 +326,8 @@ def _absolute_paths(config: Config, base: Path) -> None:
 def _absolute_path(config: Config, section: str, key: str, base: Path) -> None:
     target, value = getattr(config, section), getattr(getattr(config, section), key)
     path = Path(value).expanduser()
+    if glob.has_magic(value) and not (base / path).exists():
+        base = Path(glob.escape(str(base)))  # only what the user wrote is a pattern
     is_hub_id = key == "path" and HUB_ID.fullmatch(value) and not (base / path).exists()
     if value and not is_hub_id:
         setattr(target, key, str(base / path))
@@ -860,6 +862,7 @@ class PackedText:
             tokens_in_epoch = 0
             started_at = self.row
             if self.data.streaming:
+                self.rows.set_epoch(self.epoch)  # a restored position counts in its own epoch only
                 if self.stream_state is not None:
                     self.rows.load_state_dict(self.stream_state)
                 rows: Iterable = self.rows
@@ -957,8 +960,7 @@ def validation_steps(config: Config, tokenizer: Any, rank: int, ranks: int) -> l
 
     Raises ValueError at start when not one label is counted.
     """
-    one_pass = dataclasses.replace(config, training=dataclasses.replace(config.training, global_batch_size=-1))
-    packed = PackedText(one_pass, config.validation.path, tokenizer, rank, ranks, loop=False)
+    packed = PackedText(config, config.validation.path, tokenizer, rank, ranks, loop=False)
     steps = []
     while len(steps) < config.validation.steps and (step := packed.next_step()) is not None:
         steps.append(step)

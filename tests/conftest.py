@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -199,8 +198,10 @@ def train(workers, texts, tmp_path):
 
 
 def refused(call, *words: str, world: int = 1) -> str:
-    """`call()` must fail on every rank, within seconds, with a message that holds all `words`; returns rank 0's."""
-    start = time.monotonic()
+    """`call()` must fail on every rank with a message that holds all `words`; returns rank 0's.
+
+    A rank that does not answer within seconds of the first one counts as hanging (see Workers.run).
+    """
     with pytest.raises(JobError) as error:
         call()
     messages = error.value.messages
@@ -209,7 +210,6 @@ def refused(call, *words: str, world: int = 1) -> str:
         assert message.startswith(("ValueError: ", "RuntimeError: ")), message
         for word in words:
             assert word in message, (word, message)
-    assert time.monotonic() - start < 30
     return messages[0]
 
 
