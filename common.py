@@ -557,6 +557,7 @@ def log_unused(config: Config, hf_config: Any, path: str) -> None:
         "[compile] backend": not c.compile.enable and c.compile.backend != Compile.backend,
         "[parallelism] enable_sequence_parallel": p.tensor_parallel_degree == 1 and not p.enable_sequence_parallel,
         "[checkpoint] load_step": not c.checkpoint.enable and c.checkpoint.load_step != -1,
+        "[profiling]": not c.profiling.enable and c.profiling != Profiling(),
         "[validation] freq": not c.validation.path and c.validation.freq != 0,
     }
     for key in (key for key, is_unused in unused.items() if is_unused):
@@ -1787,12 +1788,16 @@ def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, d
     log(f"             {', '.join(extras)}")
 
 
-# Dense bf16 peaks per device that a rank owns, in FLOP/s.
+# Dense bf16 peaks per device that a rank owns, in FLOP/s; the first name that matches counts. MFU on Neuron is against
+# AWS's data sheet: torchtitan 0.3.0 has 158e12 in its own table, so its percentages are 1.055 times ours.
 PEAK_FLOPS = {
     "neuron": 166.75e12,  # trn2: 667 TFLOP/s a chip, 4 logical cores at LNC=2 (AWS Trainium2 architecture page)
-    "H100": 989e12,  # NVIDIA H100 SXM data sheet
+    "B200": 2250e12,  # NVIDIA HGX B200 data sheet
     "H200": 989e12,  # NVIDIA H200 data sheet
+    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, PCIe column
+    "H100": 989e12,  # NVIDIA H100 data sheet, SXM column
     "A100": 312e12,  # NVIDIA A100 data sheet
+    "L40S": 362e12,  # NVIDIA L40S data sheet
 }
 
 
