@@ -10,6 +10,7 @@ process owns the cores, and looking must not break a running job.
 
 import contextlib
 import copy
+import functools
 import gc
 import importlib
 import importlib.metadata
@@ -346,8 +347,10 @@ TOLERANCES = {"float32": (1e-5, 1e-4, 2e-3, 2e-2), "bfloat16": (1e-2, 5e-2, 2e-2
 class Workers:
     """Processes for many small distributed jobs (parity, and the tests), forked from one that has imported everything.
 
-    Each serves one job: process groups that have ended leave threads behind, and DTensor's caches leave their names.
+    They are replaced after some jobs: process groups that have ended leave threads behind.
     """
+
+    jobs_per_process = 10
 
     def __init__(self, timeout_seconds: float = 120):
         self.timeout_seconds = timeout_seconds
@@ -358,10 +361,13 @@ class Workers:
         self.queues: dict[int, Any] = {}
         self.processes: dict[int, Any] = {}
         self.results = self.context.Queue()
+        self.jobs_done = 0
 
     def run(self, world: int, function: Callable, *arguments: Any) -> list[Any]:
         """function(*arguments) on `world` ranks; the values in rank order. Raises JobError; never waits for ever."""
-        self.stop()
+        if self.jobs_done == self.jobs_per_process:
+            self.stop()
+        self.jobs_done += 1
         for rank in range(world):
             if rank not in self.processes:
                 self.queues[rank] = self.context.Queue()
@@ -394,7 +400,7 @@ class Workers:
         """End all processes; the next run starts new ones."""
         for process in self.processes.values():
             process.kill()
-        self.processes = {}
+        self.processes, self.jobs_done = {}, 0
         self.results = self.context.Queue()
 
 
@@ -424,7 +430,21 @@ def _worker(rank: int, jobs: Any, results: Any) -> None:
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            gc.collect()  # models hold their process groups in cycles, and every group has threads
+            forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Drop what outlives a job: DTensor's caches hold meshes, and a mesh of equal shape would get dead group names.
+
+    Models hold their process groups in cycles, hence the collection.
+    """
+    import torch
+
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("torch.distributed"):
+            cached.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    gc.collect()
 
 
 def train_quietly(path: str, config: Any) -> str:
