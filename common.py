@@ -166,6 +166,13 @@ class Metrics_:  # trailing underscore: `Metrics` below writes them
 
 
 @dataclass
+class Profiling:
+    enable: bool = False  # write a torch.profiler trace of rank 0 to <dump_folder>/<path>/profile (open in Perfetto)
+    step: int = 5  # first profiled step; the first ones compile and allocate
+    steps: int = 2  # how many
+
+
+@dataclass
 class Sample:
     prompt: str = ""  # continued greedily after the last step; empty: no sample
     max_new_tokens: int = 48
@@ -219,12 +226,14 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)
     metrics: Metrics_ = field(default_factory=Metrics_)
+    profiling: Profiling = field(default_factory=Profiling)
     sample: Sample = field(default_factory=Sample)
     export: Export = field(default_factory=Export)
     moe: MoE = field(default_factory=MoE)
     nki: NKI = field(default_factory=NKI)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+    dry_run: bool = False  # build and shard on a fake process group of all ranks, print what one rank needs, stop
 
 
 PATH_KEYS = (("job", "dump_folder"), ("model", "path"), ("data", "path"), ("validation", "path"))
@@ -241,6 +250,7 @@ def parse_config(argv: list[str]) -> Config:
 
     if not argv or argv[0].startswith("-"):
         argv = ["", *argv]  # no file: defaults and --help
+    argv = ["--dry_run=True" if argument in ("--dry_run", "--dry-run") else argument for argument in argv]
     config = load_toml(Path(argv[0])) if argv[0] else Config()
     _absolute_paths(config, REPO)
     from_toml = dataclasses.asdict(config)
@@ -259,6 +269,9 @@ def parse_config(argv: list[str]) -> Config:
         if getattr(getattr(config, section), key) != from_toml[section][key]:
             _absolute_path(config, section, key, Path.cwd())
     check_config(config)
+    path = config.data.path  # before the weights are read: that takes minutes for a large model
+    if Path(path).is_absolute() and not config.dry_run and not Path(path).exists() and not glob.glob(path):
+        raise ValueError(f"data path {path!r}: no file matches; set [data] path, or --data.path, to your own data")
     return config
 
 
@@ -327,7 +340,8 @@ def check_config(config: Config) -> None:
         ("training", "max_norm"), ("parallelism", "tensor_parallel_degree"),
         ("parallelism", "data_parallel_replicate_degree"),
         ("parallelism", "expert_parallel_degree"), ("optimizer", "lr"), ("checkpoint", "interval"),
-        ("metrics", "log_freq"), ("validation", "steps"), ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
+        ("metrics", "log_freq"), ("validation", "steps"), ("profiling", "step"), ("profiling", "steps"),
+        ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
     ]  # fmt: skip
     zero_or_more = [
         ("training", "steps"), ("optimizer", "weight_decay"), ("optimizer", "eps"), ("lr_scheduler", "warmup_steps"),
@@ -346,6 +360,12 @@ def check_config(config: Config) -> None:
         raise ValueError(f"[lr_scheduler] decay_ratio = {config.lr_scheduler.decay_ratio}: must be at most 1")
     if config.training.global_batch_size == 0 or config.training.global_batch_size < -1:
         raise ValueError(f"[training] global_batch_size = {config.training.global_batch_size}: must be -1 or positive")
+    backend = config.compile.backend
+    if config.compile.enable and not config.dry_run and (backend == "neuron") != (DEVICE_TYPE == "neuron"):
+        allowed = "must be 'neuron', the device's own" if DEVICE_TYPE == "neuron" else "needs a Neuron device"
+        raise ValueError(
+            f"[compile] backend = {backend!r} on {DEVICE_TYPE}: {allowed}; or set [compile] enable = false"
+        )
     if config.data.streaming and config.data.shuffle:
         raise ValueError("[data] streaming = true needs shuffle = false: a stream is read in its own order")
 
@@ -354,6 +374,8 @@ def toml_text(config: Config) -> str:
     """The resolved configuration as TOML (strings, numbers and booleans are written as JSON does)."""
     lines = []
     for section, table in dataclasses.asdict(config).items():
+        if not isinstance(table, dict):
+            continue  # dry_run is for the command line
         lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
     return "\n".join(lines)
 
@@ -404,16 +426,31 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
-def init_distributed(timeout_seconds: int) -> tuple[torch.device, dist.ProcessGroup]:
+def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
     """Start the process group and return (device, CPU group). Works under torchrun and as one plain process.
 
     The process group comes first: on Neuron it assigns the core and starts the runtime, and nothing may touch the
     device before it (`trainium_facts` 4a). There the device is the bare "neuron": an index is wrong on most ranks.
     The second group runs on gloo, for objects and CPU tensors: checkpoints plan through it (`trainium_facts` 4b).
     """
+    if config.dry_run:
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+        from torchtitan.distributed import parallel_dims
+
+        parallel_dims.device_type = "cpu"  # the meshes of a dry run touch no device
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size(config))
+        return torch.device("cpu"), dist.group.WORLD
+    if DEVICE_TYPE == "neuron":
+        check_neuron_ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        pin_to_numa_node(int(os.environ.get("LOCAL_RANK", "0")))
+    elif Path("/dev/neuron0").exists() and os.environ.get("IGNORE_NEURON") != "1":
+        import check
+
+        problems = " ".join(check.diagnose(check.gather_facts())) or f"torch found {DEVICE_TYPE} only."
+        raise RuntimeError(f"Neuron devices are here, but not used: {problems} (To train without: IGNORE_NEURON=1)")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
-    timeout = timedelta(seconds=timeout_seconds)
+    timeout = timedelta(seconds=config.comm.timeout_seconds)
     store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None  # one plain process needs no address
     dist.init_process_group(
         BACKENDS[DEVICE_TYPE],
@@ -429,9 +466,36 @@ def init_distributed(timeout_seconds: int) -> tuple[torch.device, dist.ProcessGr
     return torch.device(DEVICE_TYPE), cpu_group
 
 
-def world_size() -> int:
-    """Number of processes that torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+def check_neuron_ranks(ranks: int) -> None:
+    """Processes of this machine must be all cores or whole chips of 4 (`trainium_facts` 4a: AWS's setup, measured)."""
+    if ranks not in (4, 16, 64):
+        raise ValueError(
+            f"{ranks} processes on this machine: Neuron needs one per logical core, 64 on a trn2.48xlarge, or whole "
+            f"chips, 4 or 16. Set NPROC, or [launch] nproc_per_node"
+        )
+
+
+def pin_to_numa_node(local_rank: int) -> None:
+    """Keep this rank on the CPUs beside its chip; without it throughput was seen to halve (`trainium_facts` 9.18).
+
+    The map is a public measurement of one trn2.48xlarge (`trainium_facts` 3), so it applies to 192 CPUs only. Rank r
+    has core r, four cores are a chip. NUMA_PINNING=0 turns it off.
+    """
+    if os.cpu_count() != 192 or os.environ.get("NUMA_PINNING") == "0" or not hasattr(os, "sched_setaffinity"):
+        return
+    chip = local_rank // 4
+    far = chip < 4 or chip >= 12
+    cpus = [*range(48, 96), *range(144, 192)] if far else [*range(48), *range(96, 144)]
+    os.sched_setaffinity(0, cpus)
+    if local_rank == 0:
+        print("pinning      ranks to the CPUs of their chip's NUMA node; NUMA_PINNING=0 turns it off", flush=True)
+
+
+def world_size(config: Config) -> int:
+    """Number of processes that torchrun started, 1 without it; in a dry run, the number that run.sh would start."""
+    if not config.dry_run:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("NPROC") or config.launch.nproc_per_node) * int(os.environ.get("NNODES") or 1)
 
 
 def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str) -> None:
@@ -493,6 +557,7 @@ def log_unused(config: Config, hf_config: Any, path: str) -> None:
         "[compile] backend": not c.compile.enable and c.compile.backend != Compile.backend,
         "[parallelism] enable_sequence_parallel": p.tensor_parallel_degree == 1 and not p.enable_sequence_parallel,
         "[checkpoint] load_step": not c.checkpoint.enable and c.checkpoint.load_step != -1,
+        "[profiling]": not c.profiling.enable and c.profiling != Profiling(),
         "[validation] freq": not c.validation.path and c.validation.freq != 0,
     }
     for key in (key for key, is_unused in unused.items() if is_unused):
@@ -579,8 +644,10 @@ def _first_to_fail() -> bool:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def fetch_model(path: str, need_weights: bool = True) -> Path:
+def fetch_model(path: str, need_weights: bool = True, dry_run: bool = False) -> Path:
     """A local folder as it is, or the snapshot of a hub id; downloads before the process group starts.
+
+    A dry run needs no more than config.json: configs/hf holds those of the Qwen3 models, for use without a network.
 
     One process per node downloads, the others wait for its lock. Raises RuntimeError when the hub is out of reach
     and the snapshot is not in the cache, with both ways out.
@@ -598,6 +665,8 @@ def fetch_model(path: str, need_weights: bool = True) -> Path:
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
         disable_progress_bars()
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if need_weights else [])]
+    if dry_run and (folder := _sizes_only(path)):
+        return folder
     lock = Path(constants.HF_HUB_CACHE) / f".{path.replace('/', '--')}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -609,6 +678,19 @@ def fetch_model(path: str, need_weights: bool = True) -> Path:
             f"({type(error).__name__}). Either connect this machine to the Hugging Face hub (HF_HUB_OFFLINE must be "
             f"unset), or copy the model folder here and set --model.path to it."
         ) from error
+
+
+def _sizes_only(path: str) -> Path | None:
+    """A folder with the config.json of a hub id: of the hub cache, else of this repository (dry runs only)."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if isinstance(cached := try_to_load_from_cache(path, "config.json"), str):
+        return Path(cached).parent
+    shipped = REPO / "configs" / "hf" / path.removeprefix("Qwen/")
+    if not (shipped / "config.json").is_file():
+        return None
+    log(f"model        sizes from {shipped.relative_to(REPO)}/config.json (dry run only); {path} is not downloaded")
+    return shipped
 
 
 def load_hf_config(folder: Path) -> Any:
@@ -980,7 +1062,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             nll_n1 = sums_2n1[0].log() + highest_n1 - sums_2n1[1]
             total += torch.where(counted_n1, nll_n1, 0.0).sum()
             if need_grad:
-                grad_nV = ((exp_nV / sums_2n1[0] - is_label_nV.float()) * counted_n1).to(hidden_ND.dtype)
+                # In place: 13 bytes per logit at the peak instead of 21, and the same numbers.
+                grad_nV = exp_nV.div_(sums_2n1[0]).sub_(is_label_nV.float()).mul_(counted_n1).to(hidden_ND.dtype)
                 grad_hidden_ND[rows] = grad_nV @ weight_VD
                 grad_weight_VD += grad_nV.T @ h_nD
         if need_grad:
@@ -1029,6 +1112,15 @@ class Routing(NamedTuple):
 
     probs_NE: torch.Tensor  # fp32 softmax over all experts, differentiable
     ids_NK: torch.Tensor  # the chosen experts
+
+
+def is_recomputed() -> bool:
+    """True while the backward pass recomputes a checkpointed block.
+
+    The routing of that second forward must not be kept: its graph would hold the activations of the block's attention
+    until the next step, as if there were no checkpointing.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def tokens_per_expert(layers: list[Routing], real_N: torch.Tensor) -> torch.Tensor:
@@ -1683,7 +1775,9 @@ def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, d
     log(f"mesh         {mesh} on {DEVICE_TYPE}, {dist.get_world_size()} processes, compute {t.mixed_precision_param}")
     log(f"step         {data.step_size} sequences x {t.seq_len} = {data.step_size * t.seq_len:,} tokens")
     log(f"             {accumulation} micro-steps of {t.local_batch_size} x {t.seq_len} on each of {ranks} data ranks")
-    log(f"memory       {state_bytes / 2**30:.3f} GiB a rank for weights, gradients and {config.optimizer.name} states")
+    device = f" of {memory:.0f} GiB" if (memory := device_memory_gib(DEVICE_TYPE)) else ""
+    states = f"weights, gradients and {config.optimizer.name} states"
+    log(f"memory       {state_bytes / 2**30:.3f} GiB{device} a rank for {states}")
     attention = "block-causal per document" if config.data.document_mask else "causal, documents run on"
     log(f"data         {data.path}, {rows}, {attention}")
     extras = [f"activation checkpointing {config.activation_checkpoint.mode}"]
@@ -1694,12 +1788,16 @@ def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, d
     log(f"             {', '.join(extras)}")
 
 
-# Dense bf16 peaks per device that a rank owns, in FLOP/s.
+# Dense bf16 peaks per device that a rank owns, in FLOP/s; the first name that matches counts. MFU on Neuron is against
+# AWS's data sheet: torchtitan 0.3.0 has 158e12 in its own table, so its percentages are 1.055 times ours.
 PEAK_FLOPS = {
     "neuron": 166.75e12,  # trn2: 667 TFLOP/s a chip, 4 logical cores at LNC=2 (AWS Trainium2 architecture page)
-    "H100": 989e12,  # NVIDIA H100 SXM data sheet
+    "B200": 2250e12,  # NVIDIA HGX B200 data sheet
     "H200": 989e12,  # NVIDIA H200 data sheet
+    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, PCIe column
+    "H100": 989e12,  # NVIDIA H100 data sheet, SXM column
     "A100": 312e12,  # NVIDIA A100 data sheet
+    "L40S": 362e12,  # NVIDIA L40S data sheet
 }
 
 
@@ -1717,8 +1815,48 @@ def peak_memory_gib(device: torch.device) -> float | None:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
     module = getattr(torch, device.type)
-    module.synchronize()  # counters lag on Neuron (`trainium_facts` 2)
-    return module.max_memory_allocated() / 2**30
+    if hasattr(module, "synchronize"):
+        module.synchronize()  # counters lag on Neuron (`trainium_facts` 2)
+    if hasattr(module, "max_memory_allocated"):
+        return module.max_memory_allocated() / 2**30
+    stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
+    nested = stats.get("allocated_bytes", {})  # Neuron's keys were flat in one build and nested in another
+    peak = stats.get("allocated_bytes.all.peak", nested.get("all", nested).get("peak"))
+    return None if peak is None else peak / 2**30
+
+
+def device_memory_gib(device_type: str) -> float | None:
+    """Memory of this rank's device, None for the CPU or if unknown. Neuron reports 0 on some ranks: then 24."""
+    module = getattr(torch, device_type)
+    if device_type == "cpu" or not hasattr(module, "get_device_properties"):
+        return 24.0 if device_type == "neuron" else None
+    total = module.get_device_properties(torch.device(device_type)).total_memory / 2**30
+    return total or (24.0 if device_type == "neuron" else None)
+
+
+def start_profiler(config: Config, folder: Path, start: int) -> torch.profiler.profile | None:
+    """The profiler of rank 0, if asked for: one Chrome trace of the chosen steps. `step()` it after every step.
+
+    On Neuron this shows the host only. The documented way to see the device is activities [CPU, PrivateUse1] with a
+    NeuronConfig (torch_neuronx.profiling; its DEVICE mode takes about 5 GB of HBM), whose output the Neuron Explorer
+    opens (`trainium_facts` 7). It was never run here, so it is described and not called.
+    """
+    p = config.profiling
+    if not p.enable or dist.get_rank() != 0:
+        return None
+    first = max(p.step, start + 1)
+    file = folder / "profile" / f"steps-{first}-{first + p.steps - 1}.json"
+    file.parent.mkdir(exist_ok=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if DEVICE_TYPE == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    profiler = torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(wait=first - start - 1, warmup=0, active=p.steps, repeat=1),
+        on_trace_ready=lambda trace: (trace.export_chrome_trace(str(file)), log(f"profile      {file}")),
+    )
+    profiler.start()
+    return profiler
 
 
 class Metrics:
@@ -1737,6 +1875,7 @@ class Metrics:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self.board = SummaryWriter(str(folder / "tensorboard"))
+        self.profiler = start_profiler(config, folder, start)
         self.restart_clock(start)
 
     def restart_clock(self, step: int) -> None:
@@ -1763,6 +1902,8 @@ class Metrics:
 
     def step(self, step: int, loss: float, grad_norm: float, lr: float, extra: dict[str, float]) -> None:
         """Log the step if it is due. Call it on every rank; `loss` and `grad_norm` are global numbers."""
+        if self.profiler:
+            self.profiler.step()
         if not self.due(step):
             return
         seconds = (time.perf_counter() - self.clock) / max(1, step - self.clock_step)
@@ -1772,13 +1913,15 @@ class Metrics:
         values |= {"tokens_per_second": tokens_per_second, "tflops_per_device": tflops}
         if self.peak:
             values["mfu"] = tflops * 1e12 / self.peak
-        if (memory := peak_memory_gib(self.device)) is not None:
+        memory = peak_memory_gib(self.device)
+        if memory is not None:
             values["memory_gib"] = memory
         self.write(step, values | extra)
         mfu = f"{100 * values['mfu']:4.1f}%" if self.peak else "n/a"
         line = (
             f"step {step:>6}/{self.config.training.steps}  loss {loss:8.4f}  grad norm {grad_norm:8.4f}  lr {lr:.2e}  "
-            f"tok/s {tokens_per_second:>9,.0f}  TFLOP/s {tflops:6.2f}  MFU {mfu}  mem {memory:5.2f} GiB"
+            f"tok/s {tokens_per_second:>9,.0f}  TFLOP/s {tflops:6.2f}  MFU {mfu}  "
+            f"mem {'n/a' if memory is None else f'{memory:5.2f} GiB'}"
         )
         line += "".join(f"  {name.replace('_', ' ')} {value:.2f}" for name, value in extra.items())
         log(line + (f"  (first step: {seconds:.1f} s)" if step == self.first else ""))
@@ -1793,6 +1936,8 @@ class Metrics:
             self.board.add_scalar(name, value, step)
 
     def close(self) -> None:
+        if self.profiler:
+            self.profiler.stop()
         for sink in (self.file, self.board):
             if sink:
                 sink.close()

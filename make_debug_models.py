@@ -178,7 +178,7 @@ def save_model(
 ) -> None:
     """Write a Hugging Face folder with random float32 weights: std config.initializer_range, drawn from seed."""
     end, pad = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    config.eos_token_id = end  # and no pad_token_id, as in Qwen3: Transformers would start that row of the embedding at 0
+    config.eos_token_id = end  # no pad_token_id, as in Qwen3: Transformers would start that row of the embedding at 0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model_class = Qwen3MoeForCausalLM if isinstance(config, Qwen3MoeConfig) else Qwen3ForCausalLM

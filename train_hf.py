@@ -48,6 +48,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeTopKRouter,
 )
 
+import check
+
 PATH = "hf"
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,7 +110,9 @@ def build_model(hf_config, config: Config) -> nn.Module:
 def keep_routing(router: Qwen3MoeTopKRouter, _, output: tuple[torch.Tensor, ...]) -> None:
     """Keep what the router decided, for the balancing loss and the load counters."""
     logits_TE, _, ids_TK = output
-    router.routing = Routing(logits_TE.float().softmax(dim=-1), ids_TK)
+    kept = Routing(logits_TE.float().softmax(dim=-1), ids_TK)
+    if not common.is_recomputed():
+        router.routing = kept
 
 
 def hf_pieces(name: str, shape: tuple[int, ...]) -> list[Piece]:
@@ -284,13 +288,13 @@ def main(config: Config) -> None:
     """Train as the configuration says; raises ValueError or RuntimeError with what to do about it."""
     # 1. Configuration: everything that can be wrong without a device is found here.
     t = config.training
-    folder = common.fetch_model(config.model.path, need_weights=config.model.init == "pretrained")
+    folder = common.fetch_model(config.model.path, config.model.init == "pretrained", config.dry_run)
     hf_config = common.load_hf_config(folder)
-    common.check_parallelism(config, hf_config, common.world_size(), PATH)
-    tokenizer = common.load_tokenizer(folder, hf_config)
+    common.check_parallelism(config, hf_config, common.world_size(config), PATH)
+    tokenizer = None if config.dry_run else common.load_tokenizer(folder, hf_config)
 
     # 2. Process group, device, mesh.
-    device, cpu_group = common.init_distributed(config.comm.timeout_seconds)
+    device, cpu_group = common.init_distributed(config)
     dims = common.build_mesh(config, dist.get_world_size())
     rank, ranks = common.data_rank_and_size(dims)
     data_group = dims.get_mesh("batch").get_group() if ranks > 1 else None
@@ -302,6 +306,8 @@ def main(config: Config) -> None:
 
     # 4. Sharding.
     shard_model(model, dims, config)
+    if config.dry_run:
+        return check.dry_run(PATH, config, hf_config, model, dims)
 
     # 5. Weights: a Hugging Face folder, or seeded random ones.
     run_folder = common.prepare_run_folder(config, PATH, cpu_group)

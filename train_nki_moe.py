@@ -58,6 +58,7 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 
+import check
 import nki_moe_kernels as kernels
 
 PATH = "nki_moe"
@@ -168,7 +169,8 @@ class Qwen3MoE(MoE):
             # autograd (seen with torch 2.13 and 2.14, local batch size 1). A copy waits where autograd sees it.
             x_BLD = x_BLD.clone()
         scores_BLK, ids_BLK, probs_BLE = self.router(x_BLD)
-        self.routing = Routing(common.to_local(probs_BLE).flatten(0, 1), common.to_local(ids_BLK).flatten(0, 1))
+        if not common.is_recomputed():
+            self.routing = Routing(common.to_local(probs_BLE).flatten(0, 1), common.to_local(ids_BLK).flatten(0, 1))
         return self.routed_experts(x_BLD, scores_BLK, ids_BLK)
 
 
@@ -393,13 +395,13 @@ def main(config: Config) -> None:
     """Train as the configuration says; raises ValueError or RuntimeError with what to do about it."""
     # 1. Configuration: everything that can be wrong without a device is found here.
     t = config.training
-    folder = common.fetch_model(config.model.path, need_weights=config.model.init == "pretrained")
+    folder = common.fetch_model(config.model.path, config.model.init == "pretrained", config.dry_run)
     hf_config = common.load_hf_config(folder)
-    common.check_parallelism(config, hf_config, common.world_size(), PATH)
-    tokenizer = common.load_tokenizer(folder, hf_config)
+    common.check_parallelism(config, hf_config, common.world_size(config), PATH)
+    tokenizer = None if config.dry_run else common.load_tokenizer(folder, hf_config)
 
     # 2. Process group, device, mesh.
-    device, cpu_group = common.init_distributed(config.comm.timeout_seconds)
+    device, cpu_group = common.init_distributed(config)
     dims = common.build_mesh(config, dist.get_world_size())
     rank, ranks = common.data_rank_and_size(dims)
     data_group = dims.get_mesh("batch").get_group() if ranks > 1 else None
@@ -411,6 +413,8 @@ def main(config: Config) -> None:
 
     # 4. Sharding.
     shard_model(model, dims, config)
+    if config.dry_run:
+        return check.dry_run(PATH, config, hf_config, model, dims)
 
     # 5. Weights: a Hugging Face folder, or seeded random ones.
     run_folder = common.prepare_run_folder(config, PATH, cpu_group)

@@ -35,7 +35,7 @@ def main(pairs: int) -> None:
     folder = common.fetch_model(config.model.path)
     hf_config = common.load_hf_config(folder)
     tokenizer = common.load_tokenizer(folder, hf_config)
-    device, _ = common.init_distributed(600)
+    device, _ = common.init_distributed(config)
     dims = common.build_mesh(config, dist.get_world_size())
     rank, ranks = common.data_rank_and_size(dims)
     data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)

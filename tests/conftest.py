@@ -4,15 +4,10 @@ The tests look at a training run from outside, through what it writes: losses an
 weights in the exported folder. With SGD the weights after one step are the gradient of every parameter.
 """
 
-import gc
 import importlib
 import json
-import multiprocessing
 import os
-import socket
 import sys
-import threading
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +24,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
 
+from check import JobError, Workers  # noqa: E402
 from make_debug_models import save_model, tiny_tokenizer  # noqa: E402
 
 MAX_WORKERS = 4
@@ -121,90 +117,9 @@ def hf_oracle(folder: Path):
 # ----- workers -----
 
 
-def _worker(rank: int, jobs, results) -> None:
-    import warnings
-
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()  # a pytest that is killed cannot stop its workers
-    threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
-    while (job := jobs.get()) is not None:
-        world, port, function, arguments = job
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-            "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-        }  # fmt: skip
-        try:
-            results.put((rank, None, function(*arguments)))
-        except BaseException as error:
-            results.put((rank, f"{type(error).__name__}: {error}", traceback.format_exc()))
-        finally:
-            if torch.distributed.is_initialized():
-                torch.distributed.destroy_process_group()
-            gc.collect()  # models hold their process groups in cycles, and every group has threads
-
-
-class JobError(Exception):
-    """A job failed; `messages` holds one message per rank."""
-
-    def __init__(self, messages: dict[int, str], details: str):
-        super().__init__(details)
-        self.messages = messages
-
-
-class Workers:
-    """Processes that import torch once and then run many small distributed jobs."""
-
-    def __init__(self):
-        self.context = multiprocessing.get_context("spawn")
-        self.processes: dict[int, tuple] = {}
-
-    def _start(self, rank: int) -> None:
-        jobs = self.context.Queue()
-        process = self.context.Process(target=_worker, args=(rank, jobs, self.results), daemon=True)
-        process.start()
-        self.processes[rank] = (process, jobs)
-
-    def run(self, world: int, function, *arguments, expect_error: bool = False):
-        """function(*arguments) on `world` ranks; their results in rank order. Raises JobError, kills what hangs."""
-        if not self.processes:
-            self.results = self.context.Queue()
-        for rank in range(world):
-            if rank not in self.processes:
-                self._start(rank)
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
-        for rank in range(world):
-            self.processes[rank][1].put((world, port, function, arguments))
-        values, errors, details = {}, {}, ""
-        for _ in range(world):
-            try:
-                # After the first error the other ranks may wait in a collective for ever, as torchrun knows too.
-                rank, error, value = self.results.get(timeout=JOB_TIMEOUT_SECONDS if not errors else 5)
-            except Exception:
-                if not errors:
-                    errors, details = {-1: "timeout"}, f"no answer within {JOB_TIMEOUT_SECONDS} s"
-                self.stop()
-                break
-            if error is None:
-                values[rank] = value
-            else:
-                errors[rank] = error
-                details += f"\n--- rank {rank} ---\n{value}"
-        if errors:
-            raise JobError(errors, details)
-        return [values[rank] for rank in range(world)]
-
-    def stop(self) -> None:
-        for process, _ in self.processes.values():
-            process.kill()
-        self.processes = {}
-
-
 @pytest.fixture(scope="session")
 def workers():
-    pool = Workers()
+    pool = Workers(JOB_TIMEOUT_SECONDS)
     yield pool
     pool.stop()
 
