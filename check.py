@@ -344,17 +344,24 @@ TOLERANCES = {"float32": (1e-5, 1e-4, 2e-3, 2e-2), "bfloat16": (1e-2, 5e-2, 2e-2
 
 
 class Workers:
-    """Processes that import torch once and then run many small distributed jobs (parity, and the tests)."""
+    """Processes for many small distributed jobs (parity, and the tests), forked from one that has imported everything.
+
+    Each serves one job: process groups that have ended leave threads behind, and DTensor's caches leave their names.
+    """
 
     def __init__(self, timeout_seconds: float = 120):
         self.timeout_seconds = timeout_seconds
-        self.context = multiprocessing.get_context("spawn")
+        self.context = multiprocessing.get_context("forkserver")
+        paths = [str(REPO), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)  # for the fork server's imports
+        self.context.set_forkserver_preload(["common", "train_hf", "train_native", "train_nki_moe", "datasets"])
         self.queues: dict[int, Any] = {}
         self.processes: dict[int, Any] = {}
         self.results = self.context.Queue()
 
     def run(self, world: int, function: Callable, *arguments: Any) -> list[Any]:
         """function(*arguments) on `world` ranks; the values in rank order. Raises JobError; never waits for ever."""
+        self.stop()
         for rank in range(world):
             if rank not in self.processes:
                 self.queues[rank] = self.context.Queue()

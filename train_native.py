@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
@@ -105,9 +105,16 @@ class Qwen3MoE(MoE):
             x_BLD = x_BLD.clone()
         scores_BLK, ids_BLK, probs_BLE = self.router(x_BLD)
         if not common.is_recomputed():
-            self.routing = Routing(common.to_local(probs_BLE).flatten(0, 1), common.to_local(ids_BLK).flatten(0, 1))
+            self.routing = Routing(all_tokens(probs_BLE), all_tokens(ids_BLK))
         chosen_BLE = torch.zeros_like(probs_BLE, dtype=torch.bool).scatter_(-1, ids_BLK, True)
         return self.routed_experts(x_BLD, scores_BLK, ids_BLK, chosen_BLE.sum(dim=(0, 1)))
+
+
+def all_tokens(t_BLX: torch.Tensor) -> torch.Tensor:
+    """[B, L, X] of the router -> [B*L, X] on every rank of the TP group; with EP each of them routes L/TP tokens."""
+    if isinstance(t_BLX, DTensor):
+        t_BLX = t_BLX.redistribute(placements=[Replicate()] * t_BLX.device_mesh.ndim).to_local()
+    return t_BLX.flatten(0, 1)
 
 
 def model_config(c, seq_len: int, document_mask: bool) -> Qwen3Model.Config:
