@@ -514,8 +514,16 @@ def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str
     experts = getattr(hf_config, "num_experts", 0)
     if experts and path == "native":  # torchtitan cuts experts by width, the other paths give whole ones to the ranks
         widths["moe_intermediate_size"] = hf_config.moe_intermediate_size
+        columns = hf_config.moe_intermediate_size // tp
+        if t.mixed_precision_param == "bfloat16" and columns % 8:
+            raise ValueError(
+                f"[parallelism] tensor_parallel_degree = {tp} leaves {columns} columns of moe_intermediate_size = "
+                f"{hf_config.moe_intermediate_size} on a rank: torch's grouped matmul in bfloat16 needs a multiple of 8"
+            )
     elif experts:
         widths["num_experts"] = experts
+    if experts and path != "hf":  # torchtitan's router: DTensor cannot cut the gradient of the scores unevenly
+        widths["num_experts_per_tok"] = hf_config.num_experts_per_tok
     if any(not is_moe_layer(hf_config, i) for i in range(hf_config.num_hidden_layers)):
         widths["intermediate_size"] = hf_config.intermediate_size
     for name, size in widths.items():

@@ -216,6 +216,8 @@ def test_bf16_compute(train, texts, tmp_path, path, name, layout):
     Every expert is chosen (top-8 of 8): rounding cannot send a token to another one, which is no small error.
     """
     sizes = dict(M128 if name == "M128" else M0 if name == "M0" else dict(tie_word_embeddings=True))
+    if name == "M0":
+        sizes["moe_intermediate_size"] = 32  # torch's grouped matmul takes multiples of 8 columns in bf16
     sizes |= dict(initializer_range=0.05) | (dict(num_experts_per_tok=8) if "num_experts" in sizes else {})
     folder = make_model(tmp_path / "in", **sizes)
     world, parallelism = LAYOUTS[layout]
@@ -283,7 +285,12 @@ OF_EXPERTS = ("norm_topk_prob", "mlp_only_layers", "sparse_step", "top_3")  # th
 
 @pytest.mark.parametrize(
     ("path", "name", "variant"),
-    [(p, n, v) for p, n in SMALL_CASES for v in VARIANTS if n.startswith("M") or v not in OF_EXPERTS],
+    [
+        (p, n, v)
+        for p, n in SMALL_CASES
+        for v in VARIANTS
+        if (n.startswith("M") or v not in OF_EXPERTS) and (v != "top_3" or p == "hf")  # others refuse it
+    ],
 )
 def test_every_field_of_config_json_counts(train, texts, tmp_path, path, name, variant):
     sizes = {"M0": M0, "M128": M128}.get(name, dict(tie_word_embeddings=True))
