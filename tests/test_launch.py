@@ -54,7 +54,7 @@ class Bench:
             shutil.copy(REPO / name, self.repo)
         self.config = self.repo / "configs" / "debug.toml"
         self.config.write_text(CONFIG)
-        tools = "bash cat cksum cp dirname echo env grep ls mkdir nproc printenv rm uname"
+        tools = "bash cat cksum cp dirname echo env grep ls mkdir mktemp nproc pkill printenv rm uname"
         for tool in tools.split():
             if path := shutil.which(tool):  # not a link: a stand-in that is written over it would reach the real tool
                 (self.bin / tool).write_text(f'#!/bin/sh\nexec "{path}" "$@"\n')
@@ -344,7 +344,7 @@ if sys.argv[2] == "fail":
         print("error: the reason", file=sys.stderr)
         os._exit(3)
 else:
-    signal.signal(signal.SIGTERM, lambda *_: (print("saved by rank", rank, file=sys.stderr, flush=True), sys.exit(0)))
+    signal.signal(signal.SIGTERM, lambda *_: (os.write(2, f"saved by rank {rank}\\n".encode()), sys.exit(0)))
     print("ready", file=sys.stderr, flush=True)
 time.sleep(60)
 """
