@@ -25,11 +25,11 @@ import queue
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -350,7 +350,7 @@ class Workers:
     They are replaced after some jobs: process groups that have ended leave threads behind.
     """
 
-    jobs_per_process = 10
+    jobs_per_process = 20
 
     def __init__(self, timeout_seconds: float = 120):
         self.timeout_seconds = timeout_seconds
@@ -365,6 +365,8 @@ class Workers:
 
     def run(self, world: int, function: Callable, *arguments: Any) -> list[Any]:
         """function(*arguments) on `world` ranks; the values in rank order. Raises JobError; never waits for ever."""
+        import torch.distributed as dist
+
         if self.jobs_done == self.jobs_per_process:
             self.stop()
         self.jobs_done += 1
@@ -374,17 +376,21 @@ class Workers:
                 target = (rank, self.queues[rank], self.results)
                 self.processes[rank] = self.context.Process(target=_worker, args=target, daemon=True)
                 self.processes[rank].start()
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = probe.getsockname()[1]
+        # The store lives here, as it does in torchrun's agent: no rank has to wait for the first one to open it.
+        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         for rank in range(world):
-            self.queues[rank].put((world, port, function, arguments))
+            self.queues[rank].put((world, self.store.port, function, arguments))
         values, errors, details = {}, {}, ""
+        deadline = time.monotonic() + self.timeout_seconds
         while len(values) + len(errors) < world:
-            try:  # after the first error the others may wait in a collective for ever: torchrun would end them
-                rank, error, value = self.results.get(timeout=5 if errors else self.timeout_seconds)
+            try:
+                rank, error, value = self.results.get(timeout=1)
             except queue.Empty:
-                errors = errors or {-1: f"no answer within {self.timeout_seconds} s"}
+                died = {r: p.exitcode for r, p in self.processes.items() if p.exitcode is not None}
+                if not died and time.monotonic() < deadline:
+                    continue
+                why = f"ranks ended with exit codes {died}" if died else f"no answer within {self.timeout_seconds} s"
+                errors = errors or {-1: why}
                 self.stop()
                 break
             if error is None:
@@ -392,6 +398,8 @@ class Workers:
             else:
                 errors[rank] = error
                 details += f"\n--- rank {rank} ---\n{value}"
+                # the others may wait in a collective for ever: torchrun would end them
+                deadline = min(deadline, time.monotonic() + 5)
         if errors:
             raise JobError(errors, details or errors[-1])
         return [values[rank] for rank in range(world)]
@@ -419,32 +427,35 @@ def _worker(rank: int, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()  # a parent that is killed cannot stop its workers
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
+    caches, layout = torch_caches(), None
+    gc.freeze()  # what is imported stays: collections then look at the objects of the jobs only
     while True:
         world, port, function, arguments = jobs.get()
+        before, layout = layout, (world, [a.parallelism for a in arguments if hasattr(a, "parallelism")])
+        if layout != before:
+            # DTensor's caches hold meshes. One of equal shape but of other axes would get the last job's group names.
+            for cached in caches + torch_caches():
+                cached.cache_clear()
+            torch._C._clear_DTensor_sharding_propagator_cache()
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
+        os.environ |= {name: str(value) for name, value in names.items()}
+        os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         try:
             results.put((rank, None, function(*arguments)))
         except BaseException as error:  # reported to the parent, which raises
             results.put((rank, f"{type(error).__name__}: {error}", traceback.format_exc()))
+            layout = None
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            forget_meshes()
+            gc.collect()  # models hold their process groups in cycles
 
 
-def forget_meshes() -> None:
-    """Drop what outlives a job: DTensor's caches hold meshes, and a mesh of equal shape would get dead group names.
-
-    Models hold their process groups in cycles, hence the collection.
-    """
-    import torch
-
-    for cached in gc.get_objects():
-        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("torch.distributed"):
-            cached.cache_clear()
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    gc.collect()
+def torch_caches() -> list[Any]:
+    """The lru_caches of torch.distributed that the garbage collector knows."""
+    # `type`, not isinstance: asking a weak proxy for its class fails when its object is gone
+    caches = [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]
+    return [cached for cached in caches if cached.__module__.startswith("torch.distributed")]
 
 
 def train_quietly(path: str, config: Any) -> str:
@@ -679,8 +690,10 @@ def activation_bytes(path: str, config: Any, hf_config: Any, tp: int) -> dict[st
         by_mode = block_bytes(path, config, c, tp, moe)
         kept += tokens * by_mode[config.activation_checkpoint.mode]
         one_block = max(one_block, tokens * (by_mode["none"] - by_mode[config.activation_checkpoint.mode]))
-        if moe:  # every layer keeps its router's probabilities (fp32) and choices (int64) until the next forward pass
-            routing += tokens * (4 * c.num_experts + 8 * c.num_experts_per_tok)
+        if moe:  # every layer keeps its router's probabilities and choices (int64) until the next forward pass
+            # fp32, but on a CPU torchtitan's router stays in the compute dtype: it asks autocast, which is not there
+            on_cpu = common.DEVICE_TYPE == "cpu" and not is_for_neuron(config) and path != "hf"
+            routing += tokens * ((w if on_cpu else 4) * c.num_experts + 8 * c.num_experts_per_tok)
         if moe and path == "nki_moe":
             layer_slots = expert_slots(config, c, tp)
             keeps_all = config.activation_checkpoint.mode == "none"

@@ -366,6 +366,8 @@ def check_config(config: Config) -> None:
         raise ValueError(
             f"[compile] backend = {backend!r} on {DEVICE_TYPE}: {allowed}; or set [compile] enable = false"
         )
+    if not 0 <= config.debug.seed < 2**32:
+        raise ValueError(f"[debug] seed = {config.debug.seed}: must be from 0 to 2**32 - 1")
     if config.data.streaming and config.data.shuffle:
         raise ValueError("[data] streaming = true needs shuffle = false: a stream is read in its own order")
 
@@ -714,11 +716,15 @@ def load_hf_config(folder: Path) -> Any:
         raise ValueError(f"{file}: not valid JSON: {error}") from None
     if raw.get("model_type") not in ("qwen3", "qwen3_moe"):
         raise ValueError(f"{file}: model_type = {raw.get('model_type')!r} is not supported; allowed: qwen3, qwen3_moe")
-    config = AutoConfig.from_pretrained(folder)
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # Transformers validates the fields, with exception classes of its own
+        raise ValueError(f"{file}: Transformers refuses it: {error}") from None
     rope = config.rope_parameters or {}
     refused = {
         "quantization_config": (raw.get("quantization_config"), None),
         "use_sliding_window": (bool(getattr(config, "use_sliding_window", False)), False),
+        "layer_types": (set(getattr(config, "layer_types", None) or ["full_attention"]), {"full_attention"}),
         "attention_bias": (bool(config.attention_bias), False),
         "attention_dropout": (config.attention_dropout, 0.0),
         "hidden_act": (config.hidden_act, "silu"),
@@ -852,6 +858,8 @@ class PackedText:
         if self.step_size == -1:
             self.step_size = self.local * ranks
         self.rank, self.ranks, self.seed = rank, ranks, config.debug.seed
+        self.shuffle = config.data.shuffle and loop
+        self.order = f"shuffled from [debug] seed = {self.seed}" if self.shuffle else "as in the files"
         self.rows = load_rows(config.data, path)
         self.num_rows = None if config.data.streaming else len(self.rows)
         self.end_id = document_end_id(tokenizer)
@@ -877,7 +885,7 @@ class PackedText:
                 rows: Iterable = self.rows
             else:
                 order = torch.arange(self.num_rows)
-                if self.data.shuffle and self.loop:
+                if self.shuffle:
                     generator = torch.Generator().manual_seed(self.seed + self.epoch)
                     order = torch.randperm(self.num_rows, generator=generator)
                 rows = (self.rows[int(i)] for i in order[self.row :])
@@ -945,7 +953,7 @@ class PackedText:
         return batches, counted
 
     def _state(self) -> dict[str, Any]:
-        names = ("epoch", "row", "stream_state", "ids", "counted", "starts", "num_rows")
+        names = ("epoch", "row", "stream_state", "ids", "counted", "starts", "num_rows", "order")
         state = {name: getattr(self, name) for name in names}
         return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
 
@@ -954,11 +962,12 @@ class PackedText:
         return self._consumed if self._ahead else self._state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["num_rows"] != self.num_rows:
-            raise ValueError(
-                f"{self.path}: the checkpoint was written with {state['num_rows']} rows, there are {self.num_rows} "
-                f"now; restore the data, or start a new run from the exported folder"
-            )
+        for name, what in (("num_rows", "number of rows"), ("order", "order of rows")):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"{self.path}: the {what} was {state[name]} when the checkpoint was written, now it is "
+                    f"{getattr(self, name)}; restore the data, or start a new run from the exported folder"
+                )
         for name, value in state.items():
             setattr(self, name, list(value) if isinstance(value, list) else value)
         self._documents, self._ahead = self._read(), None

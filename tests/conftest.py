@@ -48,6 +48,7 @@ CASES = [
     *[(path, "M128") for path in ("native", "hf", "nki_moe")],
 ]
 SMALL_CASES = [("native", "D0t"), ("hf", "D0t"), ("native", "M0"), ("hf", "M0"), ("nki_moe", "M128")]
+ONE_PER_PATH = [("native", "D0t"), ("hf", "M0"), ("nki_moe", "M128")]
 MOE_CASES = [("native", "M0"), ("hf", "M0"), ("nki_moe", "M128")]
 
 

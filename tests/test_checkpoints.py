@@ -17,7 +17,7 @@ import common
 
 import pytest
 import torch
-from conftest import REPO, SMALL_CASES, JobError, make_config, make_model, refused, relative_error
+from conftest import ONE_PER_PATH, REPO, SMALL_CASES, JobError, make_config, make_model, refused, relative_error
 
 ADAM = dict(name="AdamW", lr=1e-2, weight_decay=0.1)
 TP2 = dict(tensor_parallel_degree=2)
@@ -105,7 +105,7 @@ def sigterm_at(step: int, rank: str):
         yield
 
 
-@pytest.mark.parametrize(("path", "name"), SMALL_CASES)
+@pytest.mark.parametrize(("path", "name"), ONE_PER_PATH)
 def test_sigterm_of_one_rank_saves_on_all_and_the_rerun_continues(train, models, rows, tmp_path, path, name):
     sections = dict(training=dict(steps=4), optimizer=ADAM, data=dict(path=str(rows)), checkpoint=dict(enable=True))
     full = train(path, models[name], 2, **sections)
@@ -249,7 +249,18 @@ def test_changed_data_is_refused(train, models, rows, tmp_path):
     train("native", models["D0"], 2, **sections)
     data.write_text(data.read_text() + json.dumps({"text": "one more"}) + "\n")
     more = dict(training=dict(steps=2))
-    refused(lambda: train("native", models["D0"], 2, **sections, **more), str(data), "12 rows", "13", world=2)
+    refused(
+        lambda: train("native", models["D0"], 2, **sections, **more), str(data), "rows was 12", "now it is 13", world=2
+    )
+
+
+@pytest.mark.parametrize(("shuffle", "seed", "now"), [(False, 42, "as in the files"), (True, 43, "seed = 43")])
+def test_another_order_of_the_rows_is_refused(train, models, rows, tmp_path, shuffle, seed, now):
+    sections = dict(checkpoint=dict(enable=True), folder=tmp_path / "run")
+    train("native", models["D0"], data=dict(path=str(rows), shuffle=True), **sections)
+    again = dict(training=dict(steps=2), data=dict(path=str(rows), shuffle=shuffle), debug=dict(seed=seed))
+    words = ("order of rows was shuffled from [debug] seed = 42", now)
+    refused(lambda: train("native", models["D0"], **again, **sections), *words)
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])

@@ -13,7 +13,7 @@ import common
 
 import pytest
 import torch
-from conftest import CASES, SMALL_CASES, TOKENIZER, hf_oracle, make_config, refused
+from conftest import ONE_PER_PATH, SMALL_CASES, TOKENIZER, hf_oracle, make_config, refused
 
 DOCUMENTS = [f"{i:02d}: " + "x = f(y)\n" * (i * 5 % 9) + f"# {i * i}" for i in range(30)]
 
@@ -271,7 +271,7 @@ def test_a_vocabulary_larger_than_the_tokenizer_keeps_its_unused_rows(train, mod
 # ----- validation (FR-16) -----
 
 
-@pytest.mark.parametrize(("path", "name"), CASES)
+@pytest.mark.parametrize(("path", "name"), ONE_PER_PATH)
 def test_validation_is_the_mean_over_tokens_and_disturbs_nothing(train, models, tmp_path, path, name):
     """Twice the same batches, the same number on every mesh, and the steps are those of a run without it."""
     held_out = write(tmp_path / "v.jsonl", [*DOCUMENTS[:7], "a", "b" * 40])

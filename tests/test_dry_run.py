@@ -1,6 +1,7 @@
 """The dry run: every shipped configuration fits, and its figures are those of real runs."""
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -227,6 +228,7 @@ def measure(path, config, folder, world):
     live = LiveBytes(model)
     with live:
         hidden = script.hidden_states(model, batch, False)
+        gc.collect()  # collectives leave cycles that hold what they gathered
         kept = live.live()
         model.lm_head(hidden, batch.labels).backward()
     return check.memory(path, config, hf_config, model, dims), kept, live.peak
