@@ -350,7 +350,7 @@ class Workers:
     They are replaced after some jobs: process groups that have ended leave threads behind.
     """
 
-    jobs_per_process = 20
+    jobs_per_process = 30
 
     def __init__(self, timeout_seconds: float = 120):
         self.timeout_seconds = timeout_seconds

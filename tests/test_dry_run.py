@@ -5,8 +5,6 @@ import gc
 import importlib
 import io
 import os
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from unittest import mock
@@ -73,14 +71,10 @@ def test_every_shipped_configuration_fits(dry, models, file):
             assert sum(sizes.values()) / 2**30 == pytest.approx(TABLE[name], rel=0.08)
 
 
-def test_what_does_not_fit_says_so_and_exits_with_1():
-    command = [sys.executable, "train_native.py", "configs/qwen3_32b.toml", "--dry_run"]
-    command += ["--activation_checkpoint.mode", "selective"]
-    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
-    assert run.returncode == 1
-    last = run.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: dry run: memory: ")
-    assert "GiB too close; plan for 16 GiB of counted bytes, ceiling 21.9 of 24 GiB" in last
+def test_what_does_not_fit_says_so(dry):
+    _, error, _ = dry("native", REPO / "configs/qwen3_32b.toml", "--activation_checkpoint.mode", "selective")
+    assert error.startswith("dry run: memory: ")  # a RuntimeError: status 1, see test_launch.py
+    assert "GiB too close; plan for 16 GiB of counted bytes, ceiling 21.9 of 24 GiB" in error
 
 
 @pytest.mark.parametrize(
@@ -129,10 +123,10 @@ def test_sizes_are_the_published_ones(name, total, gflops):
 def test_expert_slots_are_counted(dry):
     _, _, sizes = dry("nki_moe", REPO / "configs/qwen3_30b_a3b.toml")
     slots = kernels.slot_bytes(
-        n_tokens=4096, hidden=2048, expert_width=768, n_experts=128, n_local_experts=32, top_k=8, block_tokens=256
+        n_tokens=4 * 4096, hidden=2048, expert_width=768, n_experts=128, n_local_experts=32, top_k=8, block_tokens=256
     )
     assert sizes["expert slots"] == slots["saved"] + max(slots["forward"], slots["backward"])
-    assert sizes["routing"] == 48 * 4096 * (4 * 128 + 8 * 8)
+    assert sizes["routing"] == 48 * 4 * 4096 * (4 * 128 + 8 * 8)
 
 
 # ----- the same figures in real runs -----
@@ -209,14 +203,23 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def live(self):
-        return sum(s.nbytes() for ref in self.storages.values() if (s := ref()) is not None)
+        self.storages = {key: ref for key, ref in self.storages.items() if ref() is not None}
+        return sum(ref().nbytes() for ref in self.storages.values())
 
 
-def measure(path, config, folder, world):
-    """In a worker: (estimate by purpose, bytes live after the forward pass, most bytes live during the step)."""
-    script, hf_config = importlib.import_module(f"train_{path}"), common.load_hf_config(Path(folder))
+def measure_all(path, config, folders, world):
+    """In a worker: {checkpointing mode: what `measure` returns for each folder}."""
     device, _ = common.init_distributed(config)
-    dims = common.build_mesh(config, world)
+    dims, results = common.build_mesh(config, world), {}
+    for mode in ("none", "selective", "full"):
+        config.activation_checkpoint.mode = mode
+        results[mode] = [measure(path, config, folder, device, dims) for folder in folders]
+    return results
+
+
+def measure(path, config, folder, device, dims):
+    """(estimate by purpose, bytes live after the forward pass, most bytes live during the step)."""
+    script, hf_config = importlib.import_module(f"train_{path}"), common.load_hf_config(Path(folder))
     with contextlib.redirect_stdout(io.StringIO()):
         model = script.build_model(hf_config, config)
         script.shard_model(model, dims, config)
@@ -234,17 +237,16 @@ def measure(path, config, folder, world):
     return check.memory(path, config, hf_config, model, dims), kept, live.peak
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("path", "moe", "tp", "dtype"),
     [
-        ("native", False, 1, "bfloat16"), ("native", False, 2, "bfloat16"), ("hf", False, 2, "bfloat16"),
+        ("native", False, 2, "bfloat16"),
         ("native", True, 2, "bfloat16"), ("hf", True, 2, "bfloat16"), ("nki_moe", True, 2, "bfloat16"),
         ("native", False, 1, "float32"),
     ],
 )  # fmt: skip
-def test_activation_estimate_against_a_measured_step(workers, tmp_path, path, moe, tp, dtype, mode):
-    """What two more blocks keep is within 10 % of the estimate; the sum is an upper bound, at most 1.7 times too high.
+def test_activation_estimate_against_a_measured_step(workers, tmp_path, path, moe, tp, dtype):
+    """What a block keeps is within 10 % of the estimate; the sum is an upper bound, at most 1.7 times too high.
 
     Not compared is nki_moe in mode none: it keeps slots as the routing fills them, the estimate the worst case.
     """
@@ -253,18 +255,17 @@ def test_activation_estimate_against_a_measured_step(workers, tmp_path, path, mo
         max_position_embeddings=512, vocab_size=512,
     ) | (dict(num_experts=8, moe_intermediate_size=128) if moe else {})  # fmt: skip
     config = make_config(
-        model=dict(path="x"), data=dict(path="x", document_mask=False), activation_checkpoint=dict(mode=mode),
+        model=dict(path="x"), data=dict(path="x", document_mask=False),
         training=dict(local_batch_size=2, seq_len=256, global_batch_size=-1, mixed_precision_param=dtype),
         parallelism=dict(tensor_parallel_degree=tp),
     )  # fmt: skip
-    results = []
-    for layers in (2, 4):
-        folder = make_model(tmp_path / str(layers), num_hidden_layers=layers, **sizes)
-        results.append(workers.run(tp, measure, path, config, str(folder), tp)[0])
-    (small, kept_small, _), (large, kept_large, peak) = results
-    names = [f"activations kept ({mode})", "routing"]
-    estimate = sum(large.get(n, 0) - small.get(n, 0) for n in names)
-    if (path, mode) != ("nki_moe", "none"):
-        assert estimate / (kept_large - kept_small) == pytest.approx(1, abs=0.1)
-    total = sum(large.values()) - large["parameters"] - large["optimizer states"]
-    assert 1 <= total / peak <= 1.7
+    layers = (2, 4) if path == "nki_moe" else (1, 2)  # slots of one layer are counted at their worst case
+    folders = [str(make_model(tmp_path / str(n), num_hidden_layers=n, **sizes)) for n in layers]
+    results = workers.run(tp, measure_all, path, config, folders, tp)[0]
+    for mode, ((small, kept_small, _), (large, kept_large, peak)) in results.items():
+        names = [f"activations kept ({mode})", "routing"]
+        estimate = sum(large.get(n, 0) - small.get(n, 0) for n in names)
+        if (path, mode) != ("nki_moe", "none"):
+            assert estimate / (kept_large - kept_small) == pytest.approx(1, abs=0.1), mode
+        total = sum(large.values()) - large["parameters"] - large["optimizer states"]
+        assert 1 <= total / peak <= 1.7, mode

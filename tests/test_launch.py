@@ -170,6 +170,32 @@ def test_several_machines(bench: Bench):
     assert "--local_addr" not in arguments_of(run)
 
 
+def test_slurm_script(bench: Bench):
+    """As Slurm runs it, with stand-ins: srun starts the task of both machines, scontrol spreads out their names."""
+    script = (REPO / "configs" / "slurm_2nodes.sbatch").read_text()
+    assert script.count("source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate\n") == 1  # not on this machine
+    copy = bench.repo / "slurm.sbatch"
+    copy.write_text(script.replace("source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate\n", ""))
+    shutil.copy(REPO / "configs" / "qwen3_8b_2nodes.toml", bench.repo / "configs")
+    bench.python("scontrol", text='#!/bin/bash\n[ "$*" = "show hostnames trn[7-8]" ] && printf "trn7\\ntrn8\\n"\n')
+    bench.python("head", text='#!/bin/bash\n[ "$*" = "-n 1" ] && read -r line && echo "$line"\n')
+    bench.python(
+        "srun", text='#!/bin/bash\nshift\nfor n in 0 1; do SLURM_NODEID=$n "$@" || exit; echo "end of $n"; done\n'
+    )
+    environment = {"PATH": str(bench.bin), "HOME": str(bench.cwd), "LOG": str(bench.log), "SLURM_NNODES": "2"}
+    environment |= {"SLURM_JOB_NODELIST": "trn[7-8]"}
+    run = subprocess.run(
+        ["bash", str(copy), "--training.steps", "3"],
+        cwd=bench.repo, env=environment, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    for number, output in enumerate(run.stdout.split("end of ")[:2]):
+        given = " ".join(line[1:-1] for line in output.splitlines() if line.startswith("<"))
+        agents = f"--nnodes 2 --nproc_per_node 64 --rdzv_backend static --rdzv_endpoint trn7:29500 --node_rank {number}"
+        assert agents in given
+        assert given.endswith("configs/qwen3_8b_2nodes.toml --training.steps 3")
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [

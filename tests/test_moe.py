@@ -169,7 +169,7 @@ def test_idle_experts_only_decay(train, idle_models, path, name):
             world=world,
             prepare=dirty_allocator,
             parallelism=parallelism,
-            training=dict(steps=steps, local_batch_size=1),
+            training=dict(steps=steps, local_batch_size=2),
             optimizer=dict(name="AdamW", lr=lr, weight_decay=decay),
         )
         tensors = run.tensors()

@@ -100,7 +100,7 @@ def test_every_file_layout_is_read(train, models, tmp_path, path, name, files):
     assert f"{len(run.tensors())} tensors from {source}" in run.log
 
 
-@pytest.mark.parametrize(("path", "name"), CASES)
+@pytest.mark.parametrize(("path", "name"), SMALL_CASES)
 def test_trained_export_loads_in_transformers_and_computes_what_the_trainer_did(train, models, texts, path, name):
     """The validation loss of the run's end is that of the exported folder in vanilla Transformers."""
     validation = dict(path=str(texts), steps=2)
@@ -251,7 +251,7 @@ def tagged(tmp_path_factory) -> dict[str, dict[str, Path]]:
 @pytest.mark.parametrize(("path", "name"), MOE_CASES)
 def test_tagged_experts_stay_in_place_on_every_mesh(train, tagged, path, name, layout):
     want = read_tensors(tagged[name]["per_expert"])
-    for world, parallelism in meshes(path, name):
+    for world, parallelism in meshes(path, name) if layout == "per_expert" else MESHES[1:3]:
         run = train(path, tagged[name][layout], world, parallelism=parallelism, **NO_STEPS)
         assert_tagged(run.tensors())
         assert_same_tensors(run.tensors(), want)
@@ -265,7 +265,7 @@ def test_fused_and_per_expert_files_give_the_oracles_first_loss(train, models, t
     model.save_pretrained(fused, save_original_format=False)
     assert any(n.endswith("experts.gate_up_proj") for n in load_file(fused / "model.safetensors"))
     AutoTokenizer.from_pretrained(models[name]).save_pretrained(fused)
-    a, b = (train(path, folder, 2, parallelism=dict(tensor_parallel_degree=2)) for folder in (models[name], fused))
+    a, b = (train(path, folder, 2) for folder in (models[name], fused))
     assert a.losses == b.losses
     assert_same_tensors(a.tensors(), b.tensors())
 
@@ -275,18 +275,18 @@ def test_tagged_experts_survive_a_checkpoint_in_another_layout(train, tagged, tm
     """SGD with lr so small that no tag moves: step 1 on one mesh, step 2 on another, export."""
     sections = dict(checkpoint=dict(enable=True), optimizer=dict(lr=1e-9), training=dict(steps=1))
     tp2 = dict(tensor_parallel_degree=2)
-    first, second = [(2, {}), (2, tp2)], [(1, {}), (4, tp2)]
+    first, second = [(2, {}), (2, tp2)], [(4, tp2), (1, {})]
     if path == "native":  # with its own expert parallelism
-        first[1], second[1] = (2, dict(expert_parallel_degree=2)), (4, tp2 | dict(expert_parallel_degree=4))
+        second[0], first[1] = (4, tp2 | dict(expert_parallel_degree=4)), (2, dict(expert_parallel_degree=2))
     for i, (world, parallelism) in enumerate(first):
         folder = tmp_path / f"first{i}"
         saved = train(path, tagged[name]["per_expert"], world, folder=folder, parallelism=parallelism, **sections)
         assert_tagged(saved.tensors())
-        for j, (world2, parallelism2) in enumerate(second):
-            copy = shutil.copytree(folder, tmp_path / f"second{i}-{j}")
-            again = train(path, tagged[name]["per_expert"], world2, folder=copy, parallelism=parallelism2, **sections)
-            assert "resumed from" in again.log
-            assert_same_tensors(again.tensors(), saved.tensors())
+        world2, parallelism2 = second[i]
+        copy = shutil.copytree(folder, tmp_path / f"second{i}")
+        again = train(path, tagged[name]["per_expert"], world2, folder=copy, parallelism=parallelism2, **sections)
+        assert "resumed from" in again.log
+        assert_same_tensors(again.tensors(), saved.tensors())
 
 
 def test_more_ranks_than_experts_cuts_another_dim(train, tmp_path):
