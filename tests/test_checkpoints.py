@@ -62,17 +62,17 @@ def equal(a, b) -> bool:
 
 @pytest.mark.parametrize(("path", "name"), ONE_PER_PATH)
 def test_resume_is_bit_exact_in_the_middle_of_an_epoch_and_after_its_end(train, models, rows, tmp_path, path, name):
-    sections = dict(training=dict(steps=8), optimizer=ADAM, data=dict(path=str(rows), shuffle=True))
+    sections = dict(training=dict(steps=4, seq_len=64), optimizer=ADAM, data=dict(path=str(rows), shuffle=True))
     sections["lr_scheduler"] = dict(warmup_steps=2, decay_ratio=0.5)
-    saving = sections | dict(checkpoint=dict(enable=True, interval=3, keep_latest_k=0))
+    saving = sections | dict(checkpoint=dict(enable=True, interval=1, keep_latest_k=0))
     full = train(path, models[name], 2, **saving)
-    assert [train_state(full.folder, k)["data"]["epoch"] for k in (3, 6)] == [0, 1]
-    assert all(train_state(full.folder, k)["data"]["row"] > 0 for k in (3, 6))
-    for k in (3, 6):
+    assert [train_state(full.folder, k)["data"]["epoch"] for k in (1, 3)] == [0, 1]
+    assert all(train_state(full.folder, k)["data"]["row"] > 0 for k in (1, 3))
+    for k in (1, 3):
         run = train(path, models[name], 2, folder=only_step(full, k, tmp_path / f"from{k}"), **saving)
         assert f"resumed from {run.folder / 'checkpoints' / f'step-{k}'}" in run.log
         assert (run.losses, run.norms) == (full.losses[k:], full.norms[k:])
-        assert equal(train_state(run.folder, 8), train_state(full.folder, 8))
+        assert equal(train_state(run.folder, 4), train_state(full.folder, 4))
         for tensor, w in full.tensors().items():
             assert torch.equal(run.tensors()[tensor], w), tensor
     if path == "native":
@@ -165,17 +165,17 @@ def test_another_mesh_continues_without_gap_or_repeat(train, models, rows, tmp_p
     sections = dict(optimizer=dict(lr=0.1), data=data)
     config = make_config(model=dict(path="x"), **sections)
     stream = common.PackedText(config, str(rows), common.load_tokenizer(model, mock.Mock(vocab_size=384)), 0, 1)
-    want = [sorted(ids for batch in stream.next_step()[0] for ids in batch.input_ids.tolist()) for _ in range(6)]
+    want = [sorted(ids for batch in stream.next_step()[0] for ids in batch.input_ids.tolist()) for _ in range(4)]
     assert len({tuple(ids) for step in want[:4] for ids in step}) == 16  # so a repeat would be seen
 
     folder = tmp_path / "run"
     sections["checkpoint"] = dict(enable=True)
     hook = functools.partial(recording, tmp_path / "seen1")
-    train(path, model, before[0], hook, folder, parallelism=before[1], training=dict(steps=3), **sections)
+    train(path, model, before[0], hook, folder, parallelism=before[1], training=dict(steps=2), **sections)
     hook = functools.partial(recording, tmp_path / "seen2")
-    run = train(path, model, after[0], hook, folder, parallelism=after[1], training=dict(steps=6), **sections)
+    run = train(path, model, after[0], hook, folder, parallelism=after[1], training=dict(steps=4), **sections)
     assert recorded(tmp_path / "seen1") + recorded(tmp_path / "seen2") == want
-    plain = train(path, model, training=dict(steps=6), **{k: v for k, v in sections.items() if k != "checkpoint"})
+    plain = train(path, model, training=dict(steps=4), **{k: v for k, v in sections.items() if k != "checkpoint"})
     assert run.losses == pytest.approx(plain.losses, rel=1e-5)
     for name, w in plain.tensors().items():
         assert relative_error(run.tensors()[name], w) < 1e-5, name

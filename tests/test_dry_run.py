@@ -58,7 +58,15 @@ def test_every_shipped_configuration_fits(dry, models, file):
     name = file.stem.removeprefix("qwen3_")
     moe = "moe" in name or "a3b" in name
     debug = ["--model.path", models["M128" if moe else "D0"]] if "debug" in name else []
-    paths = ("hf", "native") if not moe else ("hf", "native", "nki_moe") if debug else ("nki_moe",)
+    paths = (
+        ("hf", "native")
+        if name in ("debug", "1.7b", "8b")
+        else ("native",)
+        if not moe
+        else ("hf", "native", "nki_moe")
+        if debug
+        else ("nki_moe",)
+    )
     for path in paths:
         text, error, sizes = dry(path, file, *debug, NNODES="2" if "2nodes" in name else "1")
         assert error is None

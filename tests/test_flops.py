@@ -1,4 +1,10 @@
-"""Model FLOPs against torch's counter, and the peak table."""
+"""Model FLOPs against torch's counter, the peak table, and shapes that a compiler sees once."""
+
+import contextlib
+import importlib
+import io
+import json
+from unittest import mock
 
 import common
 
@@ -7,6 +13,8 @@ import torch
 from conftest import D0, M0, make_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+import nki_moe_kernels as kernels
 
 
 @pytest.mark.parametrize(
@@ -64,30 +72,48 @@ def test_compile_backend_belongs_to_the_device():
 
 
 def shapes_of_a_run(path, config):
-    """In a worker: every distinct shape and dtype that the model was given."""
-    import importlib
-    from unittest import mock
+    """In a worker: every distinct shape and dtype of what the model was given, and of the kernels' slot tables."""
+    script, seen, slots = importlib.import_module(f"train_{path}"), set(), set()
+    forward, build_slots = script.hidden_states, kernels.build_slots
 
-    script, seen = importlib.import_module(f"train_{path}"), set()
-    forward = script.hidden_states
+    def shapes(tensors):
+        return tuple((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in tensors)
 
     def record(model, batch, document_mask):
-        seen.add(tuple((tuple(t.shape), str(t.dtype)) for t in batch))
+        seen.add(shapes(batch))
         return forward(model, batch, document_mask)
 
-    with mock.patch.object(script, "hidden_states", record):
+    def record_slots(*arguments):
+        made = build_slots(*arguments)
+        slots.add(shapes(made))
+        return made
+
+    patches = (
+        mock.patch.object(script, "hidden_states", record),
+        mock.patch.object(kernels, "build_slots", record_slots),
+    )
+    with patches[0], patches[1], contextlib.redirect_stdout(io.StringIO()):
         script.main(config)
-    return seen
+    return seen, slots
 
 
 @pytest.mark.parametrize(("path", "model"), [("hf", "D0"), ("native", "M0"), ("nki_moe", "M128")])
-def test_one_input_shape_over_20_steps(workers, models, texts, tmp_path, path, model):
+def test_shapes_do_not_change_nor_losses_with_the_logging(workers, models, texts, tmp_path, path, model):
     """FR-35: ragged rows, accumulation, validation with a partial last batch and a sample change no shape."""
     config = make_config(
         model=dict(path=str(models[model])), data=dict(path=str(texts)), job=dict(dump_folder=str(tmp_path)),
-        training=dict(steps=20, local_batch_size=2, global_batch_size=8), optimizer=dict(lr=1e-3),
+        training=dict(steps=8, local_batch_size=2, global_batch_size=8), optimizer=dict(lr=1e-3),
         validation=dict(path=str(texts), freq=7, steps=100), sample=dict(prompt="def", max_new_tokens=3),
         export=dict(enable=False),
     )  # fmt: skip
-    for seen in workers.run(2, shapes_of_a_run, path, config):
-        assert seen == {(((2, 32), "torch.int32"), ((2, 32), "torch.int32"), ((2, 32), "torch.int64"))}
+    losses = {}
+    for log_freq in (1, 7):
+        config.metrics.log_freq = log_freq
+        for seen, slots in workers.run(2, shapes_of_a_run, path, config):
+            assert seen == {(((2, 32), "int32"), ((2, 32), "int32"), ((2, 32), "int64"))}
+            assert len(slots) == (1 if path == "nki_moe" else 0)
+        file = tmp_path / path / "metrics.jsonl"
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        losses[log_freq] = {line["step"]: line["loss"] for line in lines if "loss" in line}
+        file.unlink()
+    assert losses[7] == {step: losses[1][step] for step in (1, 7, 8)}

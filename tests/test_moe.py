@@ -13,8 +13,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 # Meshes on which one micro-step holds the same 4 sequences: (processes, [parallelism], local batch size)
 SAME_MICRO_STEP = {
     "one": (1, {}, 4),
-    "fsdp2": (2, {}, 2),
-    "tp2": (2, dict(tensor_parallel_degree=2), 4),
     "fsdp2_tp2": (4, dict(tensor_parallel_degree=2), 2),
     "hsdp": (4, dict(data_parallel_replicate_degree=2), 1),
 }

@@ -1,10 +1,13 @@
 """Hugging Face folder in, Hugging Face folder out: strict, bit for bit, the same on every path and mesh."""
 
+import contextlib
+import functools
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import common
 
@@ -15,6 +18,7 @@ from conftest import (
     M0,
     M128,
     MOE_CASES,
+    ONE_PER_PATH,
     SMALL_CASES,
     TOKENIZER,
     hf_oracle,
@@ -22,6 +26,7 @@ from conftest import (
     make_model,
     read_tensors,
     refused,
+    relative_error,
     rewrite_weights,
     run_main,
 )
@@ -71,8 +76,10 @@ def assert_same_tensors(got: dict[str, torch.Tensor], want: dict[str, torch.Tens
 # ----- in, nothing trained, out -----
 
 
-@pytest.mark.parametrize("name", ["D0", "D0t", "M0", "M128"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [*((torch.float32, name) for name in ("D0t", "M0", "M128")), (torch.bfloat16, "D0"), (torch.bfloat16, "M128")],
+)
 def test_without_a_step_the_export_is_the_input_on_every_path_and_mesh(train, models, tmp_path, name, dtype):
     source = reshape_files(models[name], tmp_path / "in", 5, dtype)
     first = None
@@ -100,7 +107,7 @@ def test_every_file_layout_is_read(train, models, tmp_path, path, name, files):
     assert f"{len(run.tensors())} tensors from {source}" in run.log
 
 
-@pytest.mark.parametrize(("path", "name"), SMALL_CASES)
+@pytest.mark.parametrize(("path", "name"), ONE_PER_PATH)
 def test_trained_export_loads_in_transformers_and_computes_what_the_trainer_did(train, models, texts, path, name):
     """The validation loss of the run's end is that of the exported folder in vanilla Transformers."""
     validation = dict(path=str(texts), steps=2)
@@ -125,6 +132,35 @@ def test_trained_export_loads_in_transformers_and_computes_what_the_trainer_did(
             total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").item()
         counted += count
     assert run.validation == [pytest.approx(total / counted, rel=1e-5)]
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "name"), [("native", "hf", "M0"), ("hf", "native", "D0t"), ("nki_moe", "hf", "M128")]
+)
+def test_the_export_of_one_path_starts_another(train, models, path, other, name):
+    """Step 2 after step 1 and an export in fp32 is step 2 of the same run, on either path."""
+    two = train(path, models[name], 2, training=dict(steps=2))
+    one = train(path, models[name], 2, training=dict(steps=1))
+    data_of_step_2 = functools.partial(skipping, 1)
+    for next_path in (path, other):
+        again = train(next_path, one.folder / "export", 2, data_of_step_2, training=dict(steps=1))
+        assert again.losses == pytest.approx(two.losses[1:], rel=1e-5)
+        for tensor, w in two.tensors().items():
+            assert relative_error(again.tensors()[tensor], w) < 1e-5, tensor
+
+
+@contextlib.contextmanager
+def skipping(steps: int):
+    """In a worker: training starts that many steps into the data."""
+    next_step, skipped = common.PackedText.next_step, []
+
+    def later(self):
+        while len(skipped) < steps:
+            skipped.append(next_step(self))
+        return next_step(self)
+
+    with mock.patch.object(common.PackedText, "next_step", later):
+        yield
 
 
 def sections_of(sections: dict, texts: Path) -> dict:
