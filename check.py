@@ -1,4 +1,4 @@
-"""What one runs around training: the environment.
+"""What one runs around training: the environment, the paths side by side, and the report of a dry run.
 
     ./run.sh doctor                          what is installed, what each path will use, and what is wrong
     ./run.sh parity CONFIG                   the training paths on several meshes, compared number by number

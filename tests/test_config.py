@@ -1,4 +1,4 @@
-"""Configuration: what is wrong is refused by name before a disk or a process group is touched."""
+"""Configuration: what is wrong is refused by name before a disk or a process group is touched (FR-25, FR-34)."""
 
 import dataclasses
 import types

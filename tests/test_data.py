@@ -1,13 +1,10 @@
 """Text data: what is read, how it is packed, where it continues, and the validation number."""
 
-import contextlib
 import functools
 import gzip
 import json
-import os
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import common
 
@@ -320,44 +317,7 @@ def test_a_set_smaller_than_one_batch_is_used_and_one_without_labels_is_refused(
         refused(lambda sections=sections: train("hf", models["D0"], 2, **sections), "none.jsonl", world=2)
 
 
-# ----- shapes never change -----
-
-
-@contextlib.contextmanager
-def recording_shapes(folder: Path):
-    """In a worker: note every shape and dtype that the model and the head see."""
-    import importlib
-
-    seen = set()
-    scripts = [importlib.import_module(f"train_{path}") for path in ("native", "hf", "nki_moe")]
-    with contextlib.ExitStack() as stack:
-        for script in scripts:
-            original = script.hidden_states
-
-            def recorder(model, batch, mask, original=original):
-                seen.add(tuple((tuple(t.shape), str(t.dtype)) for t in batch))
-                return original(model, batch, mask)
-
-            stack.enter_context(mock.patch.object(script, "hidden_states", recorder))
-        yield
-    (folder / f"shapes{os.environ['RANK']}").write_text("\n".join(map(repr, sorted(seen))))
-
-
-@pytest.mark.parametrize(("path", "name"), SMALL_CASES)
-def test_one_shape_for_training_validation_and_sampling(train, models, tmp_path, path, name):
-    """20 steps of ragged documents over several epochs, a validation set with a partial last batch, a sample."""
-    held_out = write(tmp_path / "v.jsonl", DOCUMENTS[:5])
-    run = train(
-        path, models[name], 2, functools.partial(recording_shapes, tmp_path),
-        training=dict(steps=20, local_batch_size=2), optimizer=dict(lr=1e-3),
-        validation=dict(path=str(held_out), freq=7),
-        sample=dict(prompt="for i in", max_new_tokens=4), data=dict(path=str(write(tmp_path / "a.jsonl"))),
-    )  # fmt: skip
-    assert len(run.losses) == 20
-    assert "sample       'for i in' -> " in run.log
-    for rank in range(2):
-        (shapes,) = (tmp_path / f"shapes{rank}").read_text().splitlines()
-        assert shapes.count("(2, 32)") == 3
+# ----- sample -----
 
 
 def test_the_greedy_sample_is_the_oracles(train, models):

@@ -168,7 +168,6 @@ def real_bytes(path, config):
 @pytest.mark.parametrize(
     ("path", "model", "parallelism"),
     [
-        ("native", "D0", {}),
         ("native", "D0t", dict(tensor_parallel_degree=2)),
         ("hf", "D0t", dict(tensor_parallel_degree=2)),
         ("hf", "M0", dict(data_parallel_replicate_degree=2)),

@@ -1,4 +1,4 @@
-"""Experts: the balancing loss, load counters, and experts that no token visits, on every path and mesh."""
+"""Experts on every path and mesh: the balancing loss (FR-19), load counters (FR-20), idle experts (FR-21)."""
 
 import shutil
 

@@ -293,7 +293,9 @@ OF_EXPERTS = ("norm_topk_prob", "mlp_only_layers", "sparse_step", "top_3")  # th
         (p, n, v)
         for p, n in SMALL_CASES
         for v in VARIANTS
-        if (n.startswith("M") or v not in OF_EXPERTS) and (v != "top_3" or p == "hf")  # others refuse it
+        if (n.startswith("M") or v not in OF_EXPERTS)
+        and (v != "top_3" or p == "hf")  # others refuse it
+        and (p != "nki_moe" or v in OF_EXPERTS)  # its attention is the native one
     ],
 )
 def test_every_field_of_config_json_counts(train, texts, tmp_path, path, name, variant):

@@ -73,12 +73,12 @@ def assert_same_tensors(got: dict[str, torch.Tensor], want: dict[str, torch.Tens
         assert torch.equal(got[name], w), name
 
 
-# ----- in, nothing trained, out -----
+# ----- in, and out again (FR-02) -----
 
 
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [*((torch.float32, name) for name in ("D0t", "M0", "M128")), (torch.bfloat16, "D0"), (torch.bfloat16, "M128")],
+    [*((torch.float32, name) for name in ("D0t", "M0", "M128")), (torch.bfloat16, "M0")],
 )
 def test_without_a_step_the_export_is_the_input_on_every_path_and_mesh(train, models, tmp_path, name, dtype):
     source = reshape_files(models[name], tmp_path / "in", 5, dtype)
@@ -336,7 +336,7 @@ def test_more_ranks_than_experts_cuts_another_dim(train, tmp_path):
     assert_same_tensors(train("nki_moe", folder, 4, **NO_STEPS).tensors(), read_tensors(folder))
 
 
-# ----- folders that must be refused -----
+# ----- folders that must be refused (FR-06, real inputs 1 to 3) -----
 
 
 def without(folder: Path, out: Path, drop) -> Path:
