@@ -248,7 +248,7 @@ def measure(path, config, folder, device, dims):
     ("path", "moe", "tp", "dtype"),
     [
         ("native", False, 2, "bfloat16"),
-        ("native", True, 2, "bfloat16"), ("hf", True, 2, "bfloat16"), ("nki_moe", True, 2, "bfloat16"),
+        ("hf", True, 2, "bfloat16"), ("nki_moe", True, 2, "bfloat16"),
         ("native", False, 1, "float32"),
     ],
 )  # fmt: skip

@@ -87,7 +87,7 @@ def assert_same_step(run, oracle, lr, tolerance=1e-5):
     [
         (path, name, layout)
         for layout in LAYOUTS
-        for path, name in (CASES if layout in ("one", "fsdp2_tp2") else SMALL_CASES)
+        for path, name in (CASES if layout == "one" else SMALL_CASES)
         if (path, layout) != ("hf", "tp2_no_sp")
     ],
 )
