@@ -423,7 +423,7 @@ class JobError(Exception):
 def _worker(rank: int, jobs: Any, results: Any) -> None:
     import torch
 
-    warnings.filterwarnings("ignore")
+    warnings.filterwarnings("ignore")  # each rank would repeat them
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()  # a parent that is killed cannot stop its workers
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
@@ -437,9 +437,9 @@ def _worker(rank: int, jobs: Any, results: Any) -> None:
             for cached in caches + torch_caches():
                 cached.cache_clear()
             torch._C._clear_DTensor_sharding_propagator_cache()
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-        os.environ |= {name: str(value) for name, value in names.items()}
-        os.environ |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+        variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        os.environ |= {name: str(value) for name, value in variables.items()}
         try:
             results.put((rank, None, function(*arguments)))
         except BaseException as error:  # reported to the parent, which raises

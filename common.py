@@ -625,7 +625,7 @@ def launch(main: Callable[[Config], None]) -> None:
     """
     try:
         main(parse_config(sys.argv[1:]))
-    except Exception as error:
+    except Exception as error:  # whatever it is, this rank reports it and ends
         where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         ours = isinstance(error, ValueError | RuntimeError) and where.parent == REPO
         if _first_to_fail():
@@ -682,7 +682,7 @@ def fetch_model(path: str, need_weights: bool = True, dry_run: bool = False) -> 
     try:
         with FileLock(lock):
             return Path(snapshot_download(path, allow_patterns=patterns))
-    except Exception as error:
+    except Exception as error:  # the hub's, the network's or the disk's: the ways out are the same
         raise RuntimeError(
             f"[model] path = {path!r}: not in the hub cache ({constants.HF_HUB_CACHE}) and the download failed "
             f"({type(error).__name__}). Either connect this machine to the Hugging Face hub (HF_HUB_OFFLINE must be "
@@ -818,7 +818,7 @@ def load_rows(data: Data, path: str) -> Any:
     if not files and HUB_ID.fullmatch(path):
         try:
             return datasets.load_dataset(path, split=data.split, streaming=data.streaming)
-        except Exception as error:
+        except Exception as error:  # as above
             raise RuntimeError(
                 f"data path {path!r} is no file here, and the hub dataset could not be loaded ({error}). Either "
                 f"connect this machine to the Hugging Face hub, or point --data.path to local files"
@@ -838,7 +838,7 @@ def load_rows(data: Data, path: str) -> Any:
         return datasets.load_dataset(
             found.pop(), data_files=escaped, split="train", streaming=data.streaming, **options
         )
-    except Exception as error:
+    except Exception as error:  # each reader of datasets has its own classes; its message names the place
         cause = error.__cause__ or error
         raise ValueError(f"data path {path!r}: cannot be read: {cause}") from error
 
@@ -963,9 +963,9 @@ class PackedText:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, what in (("num_rows", "number of rows"), ("order", "order of rows")):
-            if state[name] != getattr(self, name):
+            if state.get(name) != getattr(self, name):
                 raise ValueError(
-                    f"{self.path}: the {what} was {state[name]} when the checkpoint was written, now it is "
+                    f"{self.path}: the {what} was {state.get(name)} when the checkpoint was written, now it is "
                     f"{getattr(self, name)}; restore the data, or start a new run from the exported folder"
                 )
         for name, value in state.items():
@@ -1209,7 +1209,8 @@ class HFFolder:
                 raise ValueError(f"{index} is not a valid index of safetensors files") from None
             if absent := sorted({f for f in self.file_of.values() if not (folder / f).is_file()}):
                 raise ValueError(f"{folder}: the index names files that are not there: {', '.join(absent)}")
-            held = {(name, file) for file in set(self.file_of.values()) for name in self._handle(file).keys()}  # noqa: SIM118
+            files = set(self.file_of.values())
+            held = {(name, file) for file in files for name in self._handle(file).keys()}  # noqa: SIM118 - no iterator
             for name, file in sorted(self.file_of.items() - held):
                 raise ValueError(f"{index} places {name} in {file}, but that file does not hold it")
             for name, file in sorted(held - self.file_of.items()):
@@ -1551,7 +1552,7 @@ def run_record() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True, check=False)
     versions = {}
     for name in ("torch", "torchtitan", "transformers", "safetensors", "torch-neuronx", "nki", "neuronx-cc"):
-        with contextlib.suppress(PackageNotFoundError):
+        with contextlib.suppress(PackageNotFoundError):  # most machines have no Neuron packages
             versions[name] = version(name)
     return {
         "command": sys.argv,

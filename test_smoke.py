@@ -44,7 +44,7 @@ def test_readme_has_commands_for_every_path():
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory):
-    """One working directory for all commands: what ran before must not be in the way of what runs again."""
+    """One working directory, with a space in its name, for all commands."""
     return tmp_path_factory.mktemp("some where")
 
 
@@ -65,6 +65,9 @@ def test_training_commands(command, elsewhere):
     assert line.startswith("from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained('")
     _, loading = AutoModelForCausalLM.from_pretrained(elsewhere / line.split("'")[1], output_loading_info=True)
     assert not any(loading.values()), loading
+    if command == TRAINING[0]:  # twice in a row: nothing of the first run is in the way of the second
+        again = run(command, *short, cwd=elsewhere)
+        assert re.findall(r"loss +([\d.]+)", again.stdout) == re.findall(r"loss +([\d.]+)", done.stdout)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--dry_run" in c])

@@ -27,7 +27,6 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # no
 from check import JobError, Workers  # noqa: E402
 from make_debug_models import save_model, tiny_tokenizer  # noqa: E402
 
-MAX_WORKERS = 4
 JOB_TIMEOUT_SECONDS = 120
 
 # The test bench: hidden, intermediate, expert width and heads x head_dim all differ; std 0.2 makes errors large.

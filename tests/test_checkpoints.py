@@ -457,6 +457,6 @@ def kill(process: subprocess.Popen) -> None:
     workers = children(process.pid)
     process.kill()
     for pid in workers:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it saw its parent die first
             os.kill(pid, signal.SIGKILL)
     process.wait()

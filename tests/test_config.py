@@ -37,6 +37,8 @@ def write(tmp_path, text):
         ("[lr_scheduler]\ndecay_ratio = 1.5", ["decay_ratio = 1.5"]),
         ("[training]\nsteps = 3\nsteps = 4", ["not valid TOML"]),
         ("steps = 3", ["steps"]),
+        ("[debug]\nseed = 4294967296", ["[debug] seed = 4294967296", "2**32 - 1"]),
+        ("[debug]\nseed = -1", ["[debug] seed = -1"]),
         ("[data.more]\nx = 1", ["more"]),
     ],
 )

@@ -363,7 +363,7 @@ def test_gradcheck_fp64():
     assert torch.autograd.gradcheck(three_numbers, case.inputs[1])
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")  # it is meant to be on
 @pytest.mark.parametrize("backend", ["reference", KERNELS])
 def test_no_unwritten_memory_reaches_autograd(backend):
     """Blocks beyond the used ones hold NaN on purpose; no gradient that autograd hands on may contain one."""
