@@ -190,12 +190,14 @@ def save_model(
 
 
 def make_debug_models(folder: Path) -> None:
-    """Make dense/, moe/ and text/ under folder; those that exist stay as they are.
+    """Make dense/, moe/ and text/ under folder; those that exist and are newer than this file stay as they are.
 
     Each is built in a temporary folder and renamed, so an interrupted run leaves nothing that looks complete.
     """
     folder = Path(folder)
-    missing = [name for name in ("text", "dense", "moe") if not (folder / name).is_dir()]
+    changed = Path(__file__).stat().st_mtime
+    paths = [folder / name for name in ("text", "dense", "moe")]
+    missing = [path.name for path in paths if not path.is_dir() or path.stat().st_mtime <= changed]
     if not missing:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -212,6 +214,8 @@ def make_debug_models(folder: Path) -> None:
                 save_model(target, Qwen3Config(**DENSE), tokenizer)
             else:
                 save_model(target, Qwen3MoeConfig(**MOE), tokenizer, max_shard_size="6MB")  # two shards and an index
+            if (folder / name).is_dir():
+                (folder / name).rename(Path(building) / f"{name}.old")
             try:
                 target.rename(folder / name)
             except OSError:

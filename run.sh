@@ -146,8 +146,12 @@ find_config() { # name ... -> CONFIG
 }
 
 debug_models() { # arguments ...: made if CONFIG or an argument names them; here, because the ranks would race
+  local name stale=""
   [[ "$*" == *debug_models* ]] || grep -Eq '^[^#]*debug_models' "$CONFIG" || return 0
-  [ -d "$ROOT/debug_models/dense" ] && [ -d "$ROOT/debug_models/moe" ] && [ -d "$ROOT/debug_models/text" ] && return
+  for name in dense moe text; do # those of an older make_debug_models.py are made again
+    [ "$ROOT/debug_models/$name" -nt "$ROOT/make_debug_models.py" ] || stale=yes
+  done
+  [ -n "$stale" ] || return 0
   say "making debug_models/ (once, some seconds)"
   "$PY" "$ROOT/make_debug_models.py"
 }

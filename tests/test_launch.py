@@ -346,6 +346,9 @@ def test_debug_models_are_made_once_when_named(bench: Bench):
     arguments = ("native", "configs/debug.toml", "--model.path", "../re po/debug_models/moe")
     assert "making debug_models" in bench.run(*arguments).stderr
     assert "making debug_models" not in bench.run(*arguments).stderr
+    (bench.repo / "make_debug_models.py").touch()  # a newer one, as after git pull
+    assert "making debug_models" in bench.run(*arguments).stderr
+    (bench.repo / "make_debug_models.py").unlink()
     shutil.rmtree(bench.repo / "debug_models/text")
     bench.config.write_text(CONFIG.replace("Qwen/Qwen3-8B", "./debug_models/dense"))
     assert "making debug_models" in bench.run("parity", "configs/debug.toml").stderr
@@ -458,6 +461,8 @@ def test_debug_models_are_made_once_with_the_same_bytes(models: Path, tmp_path: 
     shutil.copytree(models, tmp_path / "copy")
     shutil.rmtree(tmp_path / "copy/dense")
     shutil.rmtree(tmp_path / "copy/text")
+    (tmp_path / "copy/moe/config.json").write_text("of an older make_debug_models.py")
+    os.utime(tmp_path / "copy/moe", (0, 0))
     torch.manual_seed(7)  # what was drawn before must not matter
     debug.make_debug_models(tmp_path / "copy")
     assert contents(tmp_path / "copy") == contents(models)
