@@ -586,7 +586,7 @@ def dry_run(path: str, config: Any, hf_config: Any, model: Any, dims: Any) -> No
         f"step         {step} sequences x {t.seq_len} = {step * t.seq_len:,} tokens",
         f"             in {step // micro} micro-steps of {micro * t.seq_len:,} tokens",
         f"             {flops * step * t.seq_len:.3g} FLOPs, {flops / 1e9:.1f}e9 a token (recomputation not counted)",
-        "GiB of one rank (the first three are exact, the rest are formulas; nothing was measured on a device)",
+        "GiB of one rank (exact above `unsharded weights`, formulas from there on; nothing was measured on a device)",
         *(f"  {name:<28}{size / 2**30:8.2f}" for name, size in sizes.items()),
         f"  {'sum':<28}{needed:8.2f}",
         *(f"  {verdict:<8}{name}: {text}" for name, verdict, text in rules),
@@ -619,33 +619,36 @@ def memory_rule(needed: float, parameters: int, config: Any, dims: Any) -> tuple
 
 
 def memory(path: str, config: Any, hf_config: Any, model: Any, dims: Any) -> dict[str, int]:
-    """Bytes of this rank by purpose. The first three are exact, the others formulas (trainium_facts 8, corrected)."""
-    from common import named_parameters
-
+    """Bytes of this rank by purpose: `state_bytes` exactly, the others by formulas (trainium_facts 8, corrected)."""
     compute = 2 if config.training.mixed_precision_param == "bfloat16" else 4
     blocks, outside, head = fsdp_groups(model, hf_config, dims.tp)
     # Gathered at once: the block at work, the one fetched ahead, embedding and head. A tied weight counts twice: FSDP2
     # gathers into one buffer and copies out of it.
-    gathered = sum(blocks) if config.parallelism.fsdp_reshard_after_forward == "never" else 2 * max(blocks)
+    whole_blocks, _, _ = fsdp_groups(model, hf_config, dims.tp, frozen=True)
+    never = config.parallelism.fsdp_reshard_after_forward == "never"
+    gathered = sum(whole_blocks) if never else 2 * max(whole_blocks)
     # Of a block or the head: the gradient in the compute dtype, and its fp32 copy for the reduce-scatter. (The chunked
     # loss sums the head's gradient in fp32 too, and adds one chunk's product: as much, at another time.) The gradient
     # of a tied weight waits through the whole backward pass for the embedding's part.
     tied = hf_config.tie_word_embeddings
     waiting = compute * head if tied else 0
     return {
-        **state_bytes([p for _, p in named_parameters(model)], config.optimizer.name),
+        **state_bytes(model, config.optimizer.name),
         "unsharded weights": compute * (gathered + outside + (head if tied else 0)),
         "gradient before reduction": max((compute + 4) * max(blocks) + waiting, (compute + 4) * head),
         **activation_bytes(path, config, hf_config, dims.tp),
     }
 
 
-def fsdp_groups(model: Any, hf_config: Any, tp: int) -> tuple[list[int], int, int]:
-    """Values that one rank holds unsharded: (of each block, of all outside the blocks, of the output layer)."""
-    from common import named_parameters
+def fsdp_groups(model: Any, hf_config: Any, tp: int, frozen: bool = False) -> tuple[list[int], int, int]:
+    """Values that one rank holds unsharded: (of each block, of all outside the blocks, of the output layer).
 
+    Those that have a gradient; with `frozen` all that are gathered.
+    """
     blocks, outside = [0] * hf_config.num_hidden_layers, 0
-    for name, parameter in named_parameters(model):
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and not frozen:
+            continue
         if match := re.match(r"(?:model\.)?layers\.(\d+)\.", name):
             blocks[int(match[1])] += unsharded_numel(parameter)
         else:
@@ -653,16 +656,18 @@ def fsdp_groups(model: Any, hf_config: Any, tp: int) -> tuple[list[int], int, in
     return blocks, outside, hf_config.vocab_size * hf_config.hidden_size // tp
 
 
-def state_bytes(parameters: list[Any], optimizer: str) -> dict[str, int]:
+def state_bytes(model: Any, optimizer: str) -> dict[str, int]:
     """Bytes that stay on this rank from step to step: the fp32 shards, their gradients, AdamW's two moments.
 
-    AdamW also keeps one fp32 step counter per parameter.
+    AdamW also keeps one fp32 step counter per parameter, nki_moe the transposes of the experts (`ExpertWeights`).
     """
     from common import to_local
 
-    local = sum(to_local(p).numel() * p.element_size() for p in parameters)
-    states = 2 * local + 4 * len(parameters) if optimizer == "AdamW" else 0
-    return {"parameters": local, "gradients": local, "optimizer states": states}
+    nbytes = [(p.requires_grad, to_local(p).numel() * p.element_size()) for p in model.parameters()]
+    local, frozen = sum(n for trained, n in nbytes if trained), sum(n for trained, n in nbytes if not trained)
+    states = 2 * local + 4 * sum(trained for trained, _ in nbytes) if optimizer == "AdamW" else 0
+    sizes = {"parameters": local, "gradients": local, "optimizer states": states}
+    return sizes | ({"transposed weights": frozen} if frozen else {})
 
 
 def unsharded_numel(parameter: Any) -> int:

@@ -50,6 +50,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -1191,9 +1192,10 @@ Pieces = Callable[[str, tuple[int, ...]], list[Piece]]  # (parameter name, full 
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters under their plain names, without the prefix that activation checkpointing adds."""
+    """Trained parameters under their plain names, without the prefix that activation checkpointing adds."""
     for name, parameter in model.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+        if parameter.requires_grad:  # nki_moe keeps transposed copies that no file holds
+            yield name.replace("_checkpoint_wrapped_module.", ""), parameter
 
 
 class HFFolder:
@@ -1577,8 +1579,7 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier(group=cpu_group)
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(state, checkpoint_id=temporary, process_group=cpu_group)
+    dcp.save(_model_and_optimizer(model, optimizer), checkpoint_id=temporary, process_group=cpu_group)
     if dist.get_rank() == 0:
         torch.save(train_state, temporary / "train_state.pt")
         sizes = {str(f.relative_to(temporary)): f.stat().st_size for f in sorted(temporary.rglob("*")) if f.is_file()}
@@ -1589,6 +1590,15 @@ def save_checkpoint(
         for old in complete[:-keep] if keep else []:
             shutil.rmtree(folder / f"step-{old}")
     dist.barrier(group=cpu_group)
+
+
+def _model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds of them: sharded tensors by name, those of the model without frozen copies."""
+    options = StateDictOptions(ignore_frozen_params=True)
+    return {
+        "model": get_model_state_dict(model, options=options),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
 
 
 def list_checkpoints(folder: Path) -> list[tuple[int, str | None]]:
@@ -1657,9 +1667,9 @@ def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, cpu_group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Restore model and optimizer in place, on any mesh; returns the train_state that was saved."""
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=path, process_group=cpu_group)
-    set_model_state_dict(model, state["model"])
+    state = _model_and_optimizer(model, optimizer)
+    dcp.load(state, checkpoint_id=path, process_group=cpu_group)  # strict: a missing tensor is an error
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # lacks the frozen copies
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     return torch.load(path / "train_state.pt", weights_only=True)
 

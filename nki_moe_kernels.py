@@ -183,14 +183,13 @@ def slot_bytes(
 
     saved      gate and up of each slot, from the forward to the backward of the layer (with activation checkpointing:
                only while that layer runs backward)
-    forward    on top of `saved` while the forward runs: the slot outputs before they are combined, and the transposed
-               weight copies
+    forward    on top of `saved` while the forward runs: the slot outputs before they are combined
     backward   while the backward runs: dX, dgate, dup and the weighted activation of each slot
     """
     slots = num_blocks(n_tokens, top_k, n_local_experts, n_experts, block_tokens) * block_tokens
     return {
         "saved": slots * 2 * expert_width * 2,
-        "forward": slots * hidden * 2 + 3 * n_local_experts * hidden * expert_width * 2,
+        "forward": slots * hidden * 2,
         "backward": slots * (hidden + 3 * expert_width) * 2,
     }
 
@@ -771,8 +770,8 @@ def kernel_weights(w1_EIH: Tensor, w2_EHI: Tensor, w3_EIH: Tensor) -> tuple[Tens
     The tensor engine contracts over the partition dim, so each pass wants the contracted dim outermost. Backward
     wants the parameter layout itself; forward wants the transposes. Cost: one more copy of the experts in memory
     and every weight read and written once: for Qwen3-30B-A3B at TP 4, 302 MB per layer and about 0.83 ms at the
-    725 GB/s of a logical core, more than the forward of 4096 tokens. So make it once per weight update where memory
-    allows, and hand it to `expert_layer(..., forward_weights=...)`; otherwise `expert_layer` makes it on every call.
+    725 GB/s of a logical core, more than the forward of 4096 tokens. So make it once per weight update and hand it to
+    `expert_layer(..., forward_weights=...)`, as train_nki_moe.py does; otherwise `expert_layer` makes it on every call.
     """
     return tuple(w.detach().transpose(1, 2).contiguous() for w in (w1_EIH, w2_EHI, w3_EIH))
 

@@ -86,21 +86,48 @@ class DocumentAttention(Module):
         return out.transpose(1, 2)
 
 
+class ExpertWeights(GroupedExperts):
+    """torchtitan's expert parameters w1_EFD, w2_EDF, w3_EFD, and a frozen transpose of each for the forward kernel.
+
+    The tensor engine contracts over rows: backward takes the parameters as they are, forward their transposes. Each
+    rank transposes its own shard once per step, and FSDP gathers both. For Qwen3-30B-A3B at FSDP 16 x TP 4 by formula:
+    0.84 GiB a rank kept, 19 MB a layer transposed in each step, and 302 MB more a layer in each all-gather, 1.1 ms at
+    the links' peak (`trainium_facts` 3: 1,024 GB/s a chip, AWS Trainium2 documentation). To transpose what was gathered
+    would move 604 MB of HBM in every forward pass, recomputed ones too; to keep that would take 13.5 GiB a rank.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        forward_dtype: torch.dtype
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        for name, weight in list(self.named_parameters()):
+            E, rows, columns = weight.shape
+            transpose = torch.empty(E, columns, rows, dtype=config.forward_dtype)
+            self.register_parameter(f"forward_{name[:2]}", nn.Parameter(transpose, requires_grad=False))
+
+    def refresh(self) -> None:
+        """Transpose this rank's shards; to be called whenever the parameters have changed."""
+        for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
+            weight, transpose = getattr(self, name), getattr(self, f"forward_{name[:2]}")
+            shard = common.to_local(weight.detach()).transpose(1, 2)
+            fsdp = weight.device_mesh.mesh_dim_names.index("fsdp")
+            if weight.placements[fsdp].is_shard(1):  # more FSDP ranks than experts: both are cut along their dim 1
+                shard = DTensor.from_local(shard, weight.device_mesh["fsdp"], [Shard(2)])
+                shard = shard.redistribute(placements=[Shard(1)]).to_local()
+            common.to_local(transpose.detach()).copy_(shard)
+
+
 class NKIExperts(Module):
     """In the place of torchtitan's RoutedExperts: this rank's experts, computed by `nki_moe_kernels.expert_layer`.
 
     With TP the forward runs on local tensors (local_map): all tokens of the group in, a partial sum out.
-
-    Weights: the backward kernel takes the parameter layout, the forward kernel its transposes. FSDP gathers the weights
-    for each pass and frees them after it, so the copy is made in every forward pass, the recomputed one too: by formula
-    0.83 ms per layer of Qwen3-30B-A3B at TP 4 (`nki_moe_kernels.kernel_weights`), 0.16 s per step of the shipped file.
-    Kept for a step the copies of 48 layers would take 14.5 GB a rank; cut by FSDP and gathered as well they would take
-    1.1 ms each at the links' peak (`trainium_facts` 3: 1,024 GB/s a chip, AWS Trainium2 documentation).
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        inner_experts: GroupedExperts.Config  # only its parameters: w1_EFD, w2_EDF, w3_EFD
+        inner_experts: ExpertWeights.Config
         block_tokens: int
         backend: str
 
@@ -131,6 +158,7 @@ class NKIExperts(Module):
         experts = self.inner_experts
         weights = (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
         w1_eFD, w2_eDF, w3_eFD = (common.to_local(w).to(dtype) for w in weights)
+        transposes = (experts.forward_w1, experts.forward_w2, experts.forward_w3)
         out_TD = kernels.expert_layer(
             x_TD.to(dtype),
             topk_expert_ids_BLK.flatten(0, 1).int(),
@@ -141,6 +169,7 @@ class NKIExperts(Module):
             first_expert=self.first_expert,
             block_tokens=self.block_tokens,
             backend=self.backend,
+            forward_weights=tuple(common.to_local(w).to(dtype) for w in transposes),
         )
         return out_TD.to(x_BLD.dtype).view_as(x_BLD)
 
@@ -157,7 +186,8 @@ def experts_sharding(sequence_parallel: bool) -> tuple[ShardingConfig, ShardingC
         local_map=LocalMapConfig(in_grad_placements=(partial, partial, partial)),  # ... and of the gradients
     )
     whole_experts = dense_param_placement(tp=spmd.S(0))  # the expert dim, not the width as without these kernels
-    return layer, ShardingConfig(state_shardings=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), whole_experts))
+    names = ("w1_EFD", "w2_EDF", "w3_EFD", "forward_w1", "forward_w2", "forward_w3")
+    return layer, ShardingConfig(state_shardings=dict.fromkeys(names, whole_experts))
 
 
 class Qwen3MoE(MoE):
@@ -189,7 +219,9 @@ def model_config(c, config: Config, backend: str) -> Qwen3Model.Config:
 
     def moe() -> Qwen3MoE.Config:
         sizes = {"dim": c.hidden_size, "hidden_dim": c.moe_intermediate_size, "num_experts": c.num_experts}
-        weights, block_tokens = GroupedExperts.Config(**sizes), config.nki.block_tokens
+        # The kernels compute in bf16, the references in the dtype of the step.
+        dtype = getattr(torch, config.training.mixed_precision_param) if backend == "reference" else torch.bfloat16
+        weights, block_tokens = ExpertWeights.Config(**sizes, forward_dtype=dtype), config.nki.block_tokens
         experts = NKIExperts.Config(inner_experts=weights, block_tokens=block_tokens, backend=backend)
         router = make_router_config(
             dim=c.hidden_size,
@@ -385,6 +417,13 @@ def routing(model: Qwen3Model) -> list[Routing]:
     return [m.routing for m in model.modules() if isinstance(m, Qwen3MoE)]
 
 
+def refresh_expert_weights(model: Qwen3Model) -> None:
+    """Bring the forward kernel's transposes up to date: after the weights were loaded, and once per optimizer step."""
+    for module in model.modules():
+        if isinstance(module, ExpertWeights):
+            module.refresh()
+
+
 def padding_share(loads: list[torch.Tensor], block_tokens: int) -> float:
     """Share of the slots in visited blocks that hold no token, on this data rank; every expert visits one at least."""
     counts = torch.stack(loads)
@@ -443,6 +482,7 @@ def main(config: Config) -> None:
         start, tokens = state["step"], state["tokens"]
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
+    refresh_expert_weights(model)
     common.print_summary(config, hf_config, model, dims, data)
     metrics = common.Metrics(config, run_folder, hf_config, device, data.step_size * t.seq_len, start)
     sigterm = common.catch_sigterm()
@@ -497,6 +537,7 @@ def main(config: Config) -> None:
         lr = common.set_learning_rate(optimizer, config, step + 1)
         optimizer.step()
         optimizer.zero_grad()
+        refresh_expert_weights(model)
         # ----------------------------------------------------------------------------------------------------------
         stop = wish > 0
         tokens += counted

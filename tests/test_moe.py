@@ -1,14 +1,18 @@
-"""Experts on every path and mesh: the balancing loss (FR-19), load counters (FR-20), idle experts (FR-21)."""
+"""Experts on every path and mesh: balancing loss (FR-19), load counters (FR-20), idle experts (FR-21), transposes."""
 
+import functools
 import shutil
+from unittest import mock
 
 import common
 
 import pytest
 import torch
-from conftest import MOE_CASES, hf_oracle, make_config, read_tensors, relative_error, rewrite_weights
+from conftest import M128, MOE_CASES, hf_oracle, make_config, make_model, read_tensors, relative_error, rewrite_weights
 from test_training import per_expert
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+import train_nki_moe
 
 # Meshes on which one micro-step holds the same 4 sequences: (processes, [parallelism], local batch size)
 SAME_MICRO_STEP = {
@@ -189,3 +193,63 @@ class dirty_allocator:
 
     def __exit__(self, *_):
         pass
+
+
+class watch_transposes:
+    """Count the refreshes of a run, and compare the transposes with their weights in every forward pass."""
+
+    def __init__(self, refreshes: int):
+        self.wanted, self.refreshes, self.passes = refreshes, 0, 0
+
+    def __enter__(self):
+        weights, layer = train_nki_moe.ExpertWeights, train_nki_moe.kernels.expert_layer
+        refresh = weights.refresh
+
+        def counted_refresh(module):
+            self.refreshes += 1
+            refresh(module)
+
+        def checked_layer(x, ids, scores, *parameters, forward_weights, **options):
+            self.passes += 1
+            for w, transpose in zip(parameters, forward_weights, strict=True):
+                assert transpose.is_contiguous()
+                assert torch.equal(transpose, w.transpose(1, 2))
+            return layer(x, ids, scores, *parameters, forward_weights=forward_weights, **options)
+
+        self.patches = [
+            mock.patch.object(weights, "refresh", counted_refresh),
+            mock.patch.object(train_nki_moe.kernels, "expert_layer", checked_layer),
+        ]
+        for patch in self.patches:
+            patch.start()
+
+    def __exit__(self, error, *_):
+        for patch in self.patches:
+            patch.stop()
+        assert error or (self.passes > self.refreshes == self.wanted), (self.passes, self.refreshes, self.wanted)
+
+
+# (processes, [parallelism], experts); fsdp4: more ranks than experts, so torchtitan cuts them by width
+TRANSPOSED = {
+    "one": (1, {}, 8),
+    "fsdp2_tp2": (4, dict(tensor_parallel_degree=2), 8),
+    "fsdp4": (4, {}, 3),
+    "hsdp2_never": (4, dict(data_parallel_replicate_degree=2, fsdp_reshard_after_forward="never"), 8),
+}
+
+
+@pytest.mark.parametrize("layout", TRANSPOSED)
+def test_expert_weights_are_transposed_once_per_step(train, texts, tmp_path, layout):
+    """Whatever the accumulation, recomputation and validation; a resumed run starts with those of its checkpoint."""
+    world, parallelism, experts = TRANSPOSED[layout]
+    folder = make_model(tmp_path / "in", **M128 | dict(num_hidden_layers=1, num_experts=experts))
+    sections = dict(
+        parallelism=parallelism, activation_checkpoint=dict(mode="full"), checkpoint=dict(enable=True),
+        validation=dict(path=str(texts), freq=1, steps=1),
+    )  # fmt: skip
+    for start, steps in ((0, 2), (2, 3)):
+        training = dict(steps=steps, global_batch_size=8)
+        watch = functools.partial(watch_transposes, 1 + steps - start)
+        run = train("nki_moe", folder, world, prepare=watch, folder=tmp_path / "run", training=training, **sections)
+    assert "resumed from" in run.log
+    assert not any("forward_w" in name for name in run.tensors())
