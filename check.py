@@ -18,6 +18,7 @@ import importlib.util
 import io
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import platform
@@ -404,9 +405,11 @@ class Workers:
             raise JobError(errors, details or errors[-1])
         return [values[rank] for rank in range(world)]
 
-    def stop(self) -> None:
-        """End all processes; the next run starts new ones."""
-        for process in self.processes.values():
+    def stop(self, timeout_seconds: float = 0) -> None:
+        """End all processes, those at work after a timeout by force; the next run starts new ones."""
+        for rank, process in self.processes.items():
+            self.queues[rank].put(None)
+            process.join(timeout_seconds)  # a killed one leaves semaphores, of which Python warns at the end
             process.kill()
         self.processes, self.jobs_done = {}, 0
         self.results = self.context.Queue()
@@ -424,13 +427,16 @@ def _worker(rank: int, jobs: Any, results: Any) -> None:
     import torch
 
     warnings.filterwarnings("ignore")  # each rank would repeat them
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()  # a parent that is killed cannot stop its workers
     threading.Thread(target=lambda: parent.join() or os._exit(1), daemon=True).start()
     caches, layout = torch_caches(), None
     gc.freeze()  # what is imported stays: collections then look at the objects of the jobs only
     while True:
-        world, port, function, arguments = jobs.get()
+        if (job := jobs.get()) is None:
+            return
+        world, port, function, arguments = job
         before, layout = layout, (world, [a.parallelism for a in arguments if hasattr(a, "parallelism")])
         if layout != before:
             # DTensor's caches hold meshes. One of equal shape but of other axes would get the last job's group names.
@@ -505,7 +511,7 @@ def parity(arguments: list[str]) -> int:
             print(
                 f"{path:<9}{mesh:<15}{row[0]:10.5f}{row[2][-1]:11.5f}{numbers}  {'' if good else 'DIFFERS'}", flush=True
             )
-    workers.stop()
+    workers.stop(timeout_seconds=5)
     for dtype in ("float32", "bfloat16"):
         print(f"{f'allowed in {dtype}':<45}{''.join(f'{t:12.1e}' for t in TOLERANCES[dtype])}")
     print("the paths differ" if failed else "all paths and meshes agree")
