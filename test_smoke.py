@@ -52,7 +52,7 @@ def elsewhere(tmp_path_factory):
 def test_training_commands(command, elsewhere):
     """Each trains from another working directory, its loss falls, and the printed line loads the export."""
     steps = [] if "--training.steps" in command else ["--training.steps", str(STEPS)]
-    short = [*steps, "--sample.max_new_tokens", "4", "--job.dump_folder", "out folder"]
+    short = [*steps, "--validation.steps", "1", "--sample.max_new_tokens", "4", "--job.dump_folder", "out folder"]
     done = run(command, *short, cwd=elsewhere)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch.distributed.run" in done.stderr  # the line that was executed

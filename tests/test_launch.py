@@ -369,7 +369,11 @@ import os, signal, sys, time
 rank = os.environ["RANK"]
 print("stdout of rank", rank, flush=True)
 if sys.argv[2] == "fail":
+    if rank == "0":
+        open("printed", "w").close()
     if rank == "1":
+        while not os.path.exists("printed"):  # torchrun ends rank 0 as soon as this one has failed
+            time.sleep(0.1)
         print("error: the reason", file=sys.stderr)
         os._exit(3)
 else:
