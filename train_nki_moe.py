@@ -86,6 +86,10 @@ class DocumentAttention(Module):
         return out.transpose(1, 2)
 
 
+# parameter -> its transpose, which the forward kernel takes
+TRANSPOSES = {"w1_EFD": "forward_w1_EDF", "w2_EDF": "forward_w2_EFD", "w3_EFD": "forward_w3_EDF"}
+
+
 class ExpertWeights(GroupedExperts):
     """torchtitan's expert parameters w1_EFD, w2_EDF, w3_EFD, and a frozen transpose of each for the forward kernel.
 
@@ -102,15 +106,14 @@ class ExpertWeights(GroupedExperts):
 
     def __init__(self, config: Config):
         super().__init__(config)
-        for name, weight in list(self.named_parameters()):
-            E, rows, columns = weight.shape
-            transpose = torch.empty(E, columns, rows, dtype=config.forward_dtype)
-            self.register_parameter(f"forward_{name[:2]}", nn.Parameter(transpose, requires_grad=False))
+        for name, forward_name in TRANSPOSES.items():
+            transpose = torch.empty_like(getattr(self, name).transpose(1, 2), dtype=config.forward_dtype)
+            self.register_parameter(forward_name, nn.Parameter(transpose.contiguous(), requires_grad=False))
 
     def refresh(self) -> None:
         """Transpose this rank's shards; to be called whenever the parameters have changed."""
-        for name in ("w1_EFD", "w2_EDF", "w3_EFD"):
-            weight, transpose = getattr(self, name), getattr(self, f"forward_{name[:2]}")
+        for name, forward_name in TRANSPOSES.items():
+            weight, transpose = getattr(self, name), getattr(self, forward_name)
             shard = common.to_local(weight.detach()).transpose(1, 2)
             fsdp = weight.device_mesh.mesh_dim_names.index("fsdp")
             if weight.placements[fsdp].is_shard(1):  # more FSDP ranks than experts: both are cut along their dim 1
@@ -156,9 +159,7 @@ class NKIExperts(Module):
         # The kernels take bf16 only (fp32 runs at a quarter of the rate on trn2); the references compute in x's dtype.
         dtype = x_TD.dtype if self.backend == "reference" else torch.bfloat16
         experts = self.inner_experts
-        weights = (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD)
-        w1_eFD, w2_eDF, w3_eFD = (common.to_local(w).to(dtype) for w in weights)
-        transposes = (experts.forward_w1, experts.forward_w2, experts.forward_w3)
+        w1_eFD, w2_eDF, w3_eFD = (common.to_local(getattr(experts, name)).to(dtype) for name in TRANSPOSES)
         out_TD = kernels.expert_layer(
             x_TD.to(dtype),
             topk_expert_ids_BLK.flatten(0, 1).int(),
@@ -169,7 +170,7 @@ class NKIExperts(Module):
             first_expert=self.first_expert,
             block_tokens=self.block_tokens,
             backend=self.backend,
-            forward_weights=tuple(common.to_local(w).to(dtype) for w in transposes),
+            forward_weights=tuple(common.to_local(getattr(experts, name)).to(dtype) for name in TRANSPOSES.values()),
         )
         return out_TD.to(x_BLD.dtype).view_as(x_BLD)
 
@@ -186,7 +187,7 @@ def experts_sharding(sequence_parallel: bool) -> tuple[ShardingConfig, ShardingC
         local_map=LocalMapConfig(in_grad_placements=(partial, partial, partial)),  # ... and of the gradients
     )
     whole_experts = dense_param_placement(tp=spmd.S(0))  # the expert dim, not the width as without these kernels
-    names = ("w1_EFD", "w2_EDF", "w3_EFD", "forward_w1", "forward_w2", "forward_w3")
+    names = (*TRANSPOSES, *TRANSPOSES.values())
     return layer, ShardingConfig(state_shardings=dict.fromkeys(names, whole_experts))
 
 
