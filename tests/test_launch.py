@@ -178,7 +178,6 @@ def test_slurm_script(bench: Bench):
     copy.write_text(script.replace("source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate\n", ""))
     shutil.copy(REPO / "configs" / "qwen3_8b_2nodes.toml", bench.repo / "configs")
     bench.python("scontrol", text='#!/bin/bash\n[ "$*" = "show hostnames trn[7-8]" ] && printf "trn7\\ntrn8\\n"\n')
-    bench.python("head", text='#!/bin/bash\n[ "$*" = "-n 1" ] && read -r line && echo "$line"\n')
     bench.python(
         "srun", text='#!/bin/bash\nshift\nfor n in 0 1; do SLURM_NODEID=$n "$@" || exit; echo "end of $n"; done\n'
     )
