@@ -508,9 +508,8 @@ def parity(arguments: list[str]) -> int:
             good = all(d <= t for d, t in zip(differences, tolerance, strict=True))
             failed |= not good
             numbers = "".join(f"{d:12.1e}" for d in differences)
-            print(
-                f"{path:<9}{mesh:<15}{row[0]:10.5f}{row[2][-1]:11.5f}{numbers}  {'' if good else 'DIFFERS'}", flush=True
-            )
+            verdict = "" if good else "  DIFFERS"
+            print(f"{path:<9}{mesh:<15}{row[0]:10.5f}{row[2][-1]:11.5f}{numbers}{verdict}", flush=True)
     workers.stop(timeout_seconds=5)
     for dtype in ("float32", "bfloat16"):
         print(f"{f'allowed in {dtype}':<45}{''.join(f'{t:12.1e}' for t in TOLERANCES[dtype])}")

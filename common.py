@@ -1100,7 +1100,8 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     """Scale gradients so that their norm is at most max_norm; returns the norm before, the same on every layout.
 
     Squares are summed on the local shards, then over exactly those mesh axes that shard the gradient. (A replicated
-    gradient is counted once; gradients on different meshes, as with expert parallelism, are fine.)
+    gradient is counted once. Gradients on different meshes are fine, as expert parallelism and the TP of the hf path
+    have them; torchtitan's clip_grad_norm_ raises on the latter.)
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     by_axes: dict[tuple, list[torch.Tensor]] = {}
