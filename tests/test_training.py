@@ -240,13 +240,13 @@ def test_bf16_compute(train, texts, tmp_path, path, name, layout):
         assert error < 5e-2, f"gradient of {tensor}: {error:.3f}"
 
 
-@pytest.mark.parametrize("path", ["native", "hf"])
-def test_compiled_blocks_compute_the_same(train, models, texts, path):
+@pytest.mark.parametrize(("path", "name"), [("native", "D0"), ("hf", "D0"), ("nki_moe", "M128")])
+def test_compiled_blocks_compute_the_same(train, models, texts, path, name):
     sections = dict(data=dict(path=str(texts)))
     compile_ = dict(enable=True, backend="aot_eager")
-    run = train(path, models["D0"], 2, compile=compile_, activation_checkpoint=dict(mode="selective"), **sections)
+    run = train(path, models[name], 2, compile=compile_, activation_checkpoint=dict(mode="selective"), **sections)
     assert "compiled blocks (aot_eager)" in run.log
-    assert_same_step(run, oracle_step(models["D0"], make_config(model=dict(path="x"), **sections), 1.0), 1.0)
+    assert_same_step(run, oracle_step(models[name], make_config(model=dict(path="x"), **sections), 1.0), 1.0)
 
 
 # ----- expert parallelism of the native path (FR-22) -----
