@@ -229,11 +229,11 @@ class watch_transposes:
         assert error or (self.passes > self.refreshes == self.wanted), (self.passes, self.refreshes, self.wanted)
 
 
-# (processes, [parallelism], experts); fsdp4: more ranks than experts, so torchtitan cuts them by width
+# (processes, [parallelism], experts); few: more FSDP ranks than experts of a TP rank, so torchtitan cuts them by width
 TRANSPOSED = {
     "one": (1, {}, 8),
     "fsdp2_tp2": (4, dict(tensor_parallel_degree=2), 8),
-    "fsdp4": (4, {}, 3),
+    "fsdp2_tp2_few": (4, dict(tensor_parallel_degree=2), 2),
     "hsdp2_never": (4, dict(data_parallel_replicate_degree=2, fsdp_reshard_after_forward="never"), 8),
 }
 
