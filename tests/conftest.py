@@ -17,15 +17,15 @@ sys.path.insert(0, str(REPO))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
 
-import common  # noqa: E402 - before torchtitan
+import common  # noqa: E402 - after the path and the variables above, before torchtitan
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402
+import pytest  # noqa: E402 - as above
+import torch  # noqa: E402 - as above
+from safetensors.torch import load_file  # noqa: E402 - as above
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402 - as above
 
-from check import JobError, Workers  # noqa: E402
-from make_debug_models import save_model, tiny_tokenizer  # noqa: E402
+from check import JobError, Workers  # noqa: E402 - as above
+from make_debug_models import save_model, tiny_tokenizer  # noqa: E402 - as above
 
 JOB_TIMEOUT_SECONDS = 120
 
