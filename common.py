@@ -1,27 +1,20 @@
-"""What the three training scripts share, in the order in which they call it.
+"""What the three training scripts share before and after the loop, in the order in which they call it.
 
-1. configuration   TOML file + command line -> one checked dataclass
-2. distributed     device, process group, mesh, SIGTERM, errors that reach the terminal
-3. model folder    hub download, config.json, the fields that we refuse
-4. data            documents -> packed sequences of exactly seq_len tokens, the same global order on every mesh
-5. loss            the output layer with its cross-entropy in chunks, gradient norm, router statistics
-6. safetensors     Hugging Face folder in, Hugging Face folder out, one tensor at a time, strict both ways
-7. checkpoints     torch.distributed.checkpoint, complete or not there at all
-8. metrics         one aligned line a step, metrics.jsonl, TensorBoard, model FLOPs
+1. distributed     device, process group, mesh, SIGTERM, errors that reach the terminal
+2. model folder    hub download, config.json, the fields that we refuse
+3. data            documents -> packed sequences of exactly seq_len tokens, the same global order on every mesh
+4. safetensors     Hugging Face folder in, Hugging Face folder out, one tensor at a time, strict both ways
 
-A line lives here when all three scripts would hold it and a fix must reach all three.
+A line lives here when all three scripts would hold it and a fix must reach all three. The parts of the loop itself are
+in loop.py, what a person sees of it in metrics.py, the configuration in configs/schema.py.
 Import this module before anything of torchtitan: it tells torchtitan which device to use (see `prepare_torchtitan`).
 Words: *axis* is an axis of the device mesh, *dim* is a dimension of a tensor.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import difflib
 import glob
 import importlib.util
-import io
 import json
 import logging
 import math
@@ -29,34 +22,23 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
-import time
-import tomllib
 import traceback
 import types
-import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+from configs.schema import HUB_ID, NKI, Compile, Config, Data, MoE, Profiling, parse_config
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 REPO = Path(__file__).resolve().parent
@@ -64,327 +46,7 @@ IGNORE_INDEX = -100  # label of a position that carries no loss (PyTorch's and H
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 1. Configuration
-# ---------------------------------------------------------------------------------------------------------------------
-# Section and key names follow torchtitan's TOML. Command line beats TOML beats the default below.
-
-
-@dataclass
-class Job:
-    dump_folder: str = "runs/default"  # checkpoints, logs and the export go to <dump_folder>/<hf|native|nki_moe>/
-
-
-@dataclass
-class Launch:
-    nproc_per_node: int = 1  # processes per node that the file was written for; the NPROC environment variable wins
-
-
-@dataclass
-class Model:
-    path: str = ""  # Hugging Face folder, or hub id such as Qwen/Qwen3-0.6B
-    init: Literal["pretrained", "random"] = "pretrained"  # random: draw weights from debug.seed, ignore the files
-
-
-@dataclass
-class Data:
-    path: str = ""  # file, folder or glob (.jsonl .jsonl.gz .json .txt .parquet), or a hub dataset id
-    format: Literal["text"] = "text"  # text: one document per row, every token is trained on
-    text_column: str = "text"  # column that holds the document
-    split: str = "train"  # split of a hub dataset
-    streaming: bool = False  # read a hub dataset while training instead of downloading it first
-    shuffle: bool = True  # a new row order every epoch, from debug.seed; must be false with streaming
-    document_mask: bool = False  # true: packed documents do not see each other (slow attention path on Neuron)
-
-
-@dataclass
-class Training:
-    local_batch_size: int = 1  # sequences per data rank in one micro-step
-    global_batch_size: int = -1  # sequences per optimizer step over all data ranks; -1: no gradient accumulation
-    seq_len: int = 2048  # tokens per packed sequence; a multiple of 512 on Neuron
-    steps: int = 100  # optimizer steps in total, counted from the very first start
-    max_norm: float = 1.0  # gradient norm is clipped to this
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"  # compute dtype; stored weights are fp32
-
-
-@dataclass
-class Parallelism:
-    data_parallel_replicate_degree: int = 1  # > 1: HSDP, weights replicated over this axis
-    data_parallel_shard_degree: int = -1  # FSDP2 axis; -1: all remaining ranks
-    tensor_parallel_degree: int = 1  # on Neuron 1, 2 or 4: one chip has 4 logical cores
-    enable_sequence_parallel: bool = True  # with tensor parallelism: norms and residual stream hold L/TP tokens each
-    expert_parallel_degree: int = 1  # native path on cpu and cuda only; nki_moe always spreads experts over TP
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"  # torchtitan's policy names
-
-
-@dataclass
-class Optimizer:
-    name: Literal["AdamW", "SGD"] = "AdamW"  # SGD (no momentum) shows gradient-scale errors that AdamW hides
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1  # on matrices; norm weights are not decayed
-
-
-@dataclass
-class LRScheduler:
-    warmup_steps: int = 0  # linear from lr / warmup_steps
-    decay_ratio: float = 0.0  # share of all steps, at the end, over which the rate decays; 0: constant after warmup
-    decay_type: Literal["linear", "cosine"] = "linear"
-    min_lr_factor: float = 0.0  # the decay ends at lr * min_lr_factor
-
-
-@dataclass
-class Checkpoint:
-    enable: bool = False
-    interval: int = 500  # steps between checkpoints; the last step and SIGTERM always save
-    keep_latest_k: int = 2  # older complete checkpoints are removed; 0: keep all
-    load_step: int = -1  # -1: the newest complete checkpoint if there is one
-
-
-@dataclass
-class ActivationCheckpoint:
-    mode: Literal["none", "selective", "full"] = "selective"  # torchtitan's policies, per transformer block
-
-
-@dataclass
-class Compile:
-    enable: bool = False  # torch.compile of every transformer block, static shapes
-    backend: str = "inductor"  # "neuron" on Trainium
-
-
-@dataclass
-class Validation:
-    path: str = ""  # like data.path; empty: no validation
-    freq: int = 0  # steps between validations; 0: only after the last step
-    steps: int = 10  # at most this many global batches, always the same ones
-
-
-@dataclass
-class Metrics_:  # trailing underscore: `Metrics` below writes them
-    log_freq: int = 10  # steps between log lines
-    enable_tensorboard: bool = True
-
-
-@dataclass
-class Profiling:
-    enable: bool = False  # write a torch.profiler trace of rank 0 to <dump_folder>/<path>/profile (open in Perfetto)
-    step: int = 5  # first profiled step; the first ones compile and allocate
-    steps: int = 2  # how many
-
-
-@dataclass
-class Sample:
-    prompt: str = ""  # continued greedily after the last step; empty: no sample
-    max_new_tokens: int = 48
-
-
-@dataclass
-class Export:
-    enable: bool = True  # write a Hugging Face folder to <dump_folder>/<path>/export after the last step
-    dtype: Literal["source", "bfloat16", "float32"] = "source"  # source: each tensor in the dtype it was loaded from
-
-
-@dataclass
-class MoE:
-    router_aux_loss_coef: float = 0.0  # weight of Qwen3's load-balancing loss; 0: off, as in Transformers' training
-
-
-@dataclass
-class NKI:
-    """Of the nki_moe path."""
-
-    # auto: the NKI kernels on Neuron, their PyTorch references elsewhere; interpret: the kernel source on a CPU;
-    # simulate: the same in the official simulator, where the real nki package is installed
-    kernels: Literal["auto", "nki", "simulate", "interpret", "reference"] = "auto"
-    block_tokens: int = 256  # token slots per block; 512 once an expert sees 2,000 tokens or more in a micro-step
-
-
-@dataclass
-class Comm:
-    timeout_seconds: int = 7200  # a collective that waits longer ends the run; Neuron compiles for minutes in step 1
-
-
-@dataclass
-class Debug:
-    seed: int = 42  # row order, random init
-
-
-@dataclass
-class Config:
-    """Every key of a TOML file, section by section. `--section.key value` on the command line overrides it."""
-
-    job: Job = field(default_factory=Job)
-    launch: Launch = field(default_factory=Launch)
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    training: Training = field(default_factory=Training)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    validation: Validation = field(default_factory=Validation)
-    metrics: Metrics_ = field(default_factory=Metrics_)
-    profiling: Profiling = field(default_factory=Profiling)
-    sample: Sample = field(default_factory=Sample)
-    export: Export = field(default_factory=Export)
-    moe: MoE = field(default_factory=MoE)
-    nki: NKI = field(default_factory=NKI)
-    comm: Comm = field(default_factory=Comm)
-    debug: Debug = field(default_factory=Debug)
-    dry_run: bool = False  # build and shard on a fake process group of all ranks, print what one rank needs, stop
-
-
-PATH_KEYS = (("job", "dump_folder"), ("model", "path"), ("data", "path"), ("validation", "path"))
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-
-
-def parse_config(argv: list[str]) -> Config:
-    """`[CONFIG.toml, --section.key, value, ...]` -> a checked Config with absolute paths.
-
-    Relative paths in the TOML file count from the repository, those on the command line from the working directory.
-    Raises ValueError naming the key and the nearest valid one.
-    """
-    import tyro
-
-    if not argv or argv[0].startswith("-"):
-        argv = ["", *argv]  # no file: defaults and --help
-    argv = ["--dry_run=True" if argument in ("--dry_run", "--dry-run") else argument for argument in argv]
-    config = load_toml(Path(argv[0])) if argv[0] else Config()
-    _absolute_paths(config, REPO)
-    from_toml = dataclasses.asdict(config)
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            program = f"{Path(sys.argv[0]).name} CONFIG.toml"
-            config = tyro.cli(
-                Config, default=config, args=argv[1:], prog=program, config=(tyro.conf.FlagConversionOff,)
-            )
-    except SystemExit as stop:
-        if stop.code:
-            raise ValueError(f"command line: {messages.getvalue().strip()}") from None
-        raise  # --help
-    for section, key in PATH_KEYS:  # only what the command line changed is still relative
-        if getattr(getattr(config, section), key) != from_toml[section][key]:
-            _absolute_path(config, section, key, Path.cwd())
-    check_config(config)
-    path = config.data.path  # before the weights are read: that takes minutes for a large model
-    if Path(path).is_absolute() and not config.dry_run and not Path(path).exists() and not glob.glob(path):
-        raise ValueError(f"data path {path!r}: no file matches; set [data] path, or --data.path, to your own data")
-    return config
-
-
-def load_toml(path: Path) -> Config:
-    """Read one TOML file strictly. Raises ValueError with file, key, and nearest valid name or type."""
-    if not path.is_file():
-        raise ValueError(f"config file {path} does not exist")
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not valid TOML: {error}") from None
-    config = Config()
-    for section, table in tables.items():
-        target = getattr(config, section, None)
-        if target is None or not isinstance(table, dict):
-            names = [f.name for f in dataclasses.fields(Config)]
-            raise ValueError(f"{path}: unknown section [{section}]{_nearest(section, names)}")
-        hints = typing.get_type_hints(type(target))
-        for key, value in table.items():
-            if key not in hints:
-                homes = [f"[{f.name}]" for f in dataclasses.fields(Config) if hasattr(getattr(config, f.name), key)]
-                hint = f"; it belongs to {' or '.join(homes)}" if homes else _nearest(key, list(hints))
-                raise ValueError(f"{path}: unknown key {key!r} in [{section}]{hint}")
-            setattr(target, key, _typed(value, hints[key], f"{path}: [{section}] {key}"))
-    return config
-
-
-def _nearest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; valid are {', '.join(sorted(names))}"
-
-
-def _typed(value: Any, hint: Any, where: str) -> Any:
-    """`value` if it has the type of the field (an int may stand for a float), else ValueError."""
-    allowed = typing.get_args(hint)
-    if allowed:
-        if value not in allowed:
-            raise ValueError(f"{where} = {value!r}: allowed are {', '.join(map(repr, allowed))}")
-        return value
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:  # bool is an int for isinstance: compare types exactly
-        raise ValueError(f"{where} = {value!r} is of type {type(value).__name__}, expected {hint.__name__}")
-    return value
-
-
-def _absolute_paths(config: Config, base: Path) -> None:
-    for section, key in PATH_KEYS:
-        _absolute_path(config, section, key, base)
-
-
-def _absolute_path(config: Config, section: str, key: str, base: Path) -> None:
-    target, value = getattr(config, section), getattr(getattr(config, section), key)
-    path = Path(value).expanduser()
-    if glob.has_magic(value) and not (base / path).exists():
-        base = Path(glob.escape(str(base)))  # only what the user wrote is a pattern
-    is_hub_id = key == "path" and HUB_ID.fullmatch(value) and not (base / path).exists()
-    if value and not is_hub_id:
-        setattr(target, key, str(base / path))
-
-
-def check_config(config: Config) -> None:
-    """Ranges that need neither the model nor the world size. Raises ValueError naming the key."""
-    positive = [
-        ("launch", "nproc_per_node"), ("training", "local_batch_size"), ("training", "seq_len"),
-        ("training", "max_norm"), ("parallelism", "tensor_parallel_degree"),
-        ("parallelism", "data_parallel_replicate_degree"),
-        ("parallelism", "expert_parallel_degree"), ("optimizer", "lr"), ("checkpoint", "interval"),
-        ("metrics", "log_freq"), ("validation", "steps"), ("profiling", "step"), ("profiling", "steps"),
-        ("sample", "max_new_tokens"), ("comm", "timeout_seconds"),
-    ]  # fmt: skip
-    zero_or_more = [
-        ("training", "steps"), ("optimizer", "weight_decay"), ("optimizer", "eps"), ("lr_scheduler", "warmup_steps"),
-        ("lr_scheduler", "decay_ratio"), ("lr_scheduler", "min_lr_factor"), ("checkpoint", "keep_latest_k"),
-        ("validation", "freq"), ("moe", "router_aux_loss_coef"),
-    ]  # fmt: skip
-    for keys, minimum, words in ((positive, 0, "greater than 0"), (zero_or_more, -1e-30, "0 or more")):
-        for section, key in keys:
-            value = getattr(getattr(config, section), key)
-            if not (value > minimum and math.isfinite(value)):
-                raise ValueError(f"[{section}] {key} = {value}: must be {words}")
-    for section, key in (("model", "path"), ("data", "path")):
-        if not getattr(getattr(config, section), key):
-            raise ValueError(f"[{section}] {key} is empty: set it in the TOML file or with --{section}.{key}")
-    if config.lr_scheduler.decay_ratio > 1:
-        raise ValueError(f"[lr_scheduler] decay_ratio = {config.lr_scheduler.decay_ratio}: must be at most 1")
-    if config.training.global_batch_size == 0 or config.training.global_batch_size < -1:
-        raise ValueError(f"[training] global_batch_size = {config.training.global_batch_size}: must be -1 or positive")
-    backend = config.compile.backend
-    if config.compile.enable and not config.dry_run and (backend == "neuron") != (DEVICE_TYPE == "neuron"):
-        allowed = "must be 'neuron', the device's own" if DEVICE_TYPE == "neuron" else "needs a Neuron device"
-        raise ValueError(
-            f"[compile] backend = {backend!r} on {DEVICE_TYPE}: {allowed}; or set [compile] enable = false"
-        )
-    if not 0 <= config.debug.seed < 2**32:
-        raise ValueError(f"[debug] seed = {config.debug.seed}: must be from 0 to 2**32 - 1")
-    if config.data.streaming and config.data.shuffle:
-        raise ValueError("[data] streaming = true needs shuffle = false: a stream is read in its own order")
-
-
-def toml_text(config: Config) -> str:
-    """The resolved configuration as TOML (strings, numbers and booleans are written as JSON does)."""
-    lines = []
-    for section, table in dataclasses.asdict(config).items():
-        if not isinstance(table, dict):
-            continue  # dry_run is for the command line
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
-    return "\n".join(lines)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 2. Device, process group, mesh
+# 1. Device, process group, mesh
 # ---------------------------------------------------------------------------------------------------------------------
 
 BACKENDS = {"neuron": "neuron", "cuda": "nccl", "cpu": "gloo"}
@@ -447,9 +109,9 @@ def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
         check_neuron_ranks(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         pin_to_numa_node(int(os.environ.get("LOCAL_RANK", "0")))
     elif Path("/dev/neuron0").exists() and os.environ.get("IGNORE_NEURON") != "1":
-        import check
+        from tools import doctor
 
-        problems = " ".join(check.diagnose(check.gather_facts())) or f"torch found {DEVICE_TYPE} only."
+        problems = " ".join(doctor.diagnose(doctor.gather_facts())) or f"torch found {DEVICE_TYPE} only."
         raise RuntimeError(f"Neuron devices are here, but not used: {problems} (To train without: IGNORE_NEURON=1)")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
         os.environ.setdefault(name, value)
@@ -504,6 +166,12 @@ def world_size(config: Config) -> int:
 def check_parallelism(config: Config, hf_config: Any, world_size: int, path: str) -> None:
     """Every divisibility rule, before weights are read. Raises ValueError: field, value, degree, what is allowed."""
     p, t = config.parallelism, config.training
+    backend = config.compile.backend
+    if config.compile.enable and not config.dry_run and (backend == "neuron") != (DEVICE_TYPE == "neuron"):
+        allowed = "must be 'neuron', the device's own" if DEVICE_TYPE == "neuron" else "needs a Neuron device"
+        raise ValueError(
+            f"[compile] backend = {backend!r} on {DEVICE_TYPE}: {allowed}; or set [compile] enable = false"
+        )
     tp, replicate, shard = p.tensor_parallel_degree, p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     known = tp * replicate * (1 if shard == -1 else shard)
     if (world_size % known if shard == -1 else world_size != known) or shard == 0 or shard < -1:
@@ -628,7 +296,7 @@ def launch(main: Callable[[Config], None]) -> None:
         main(parse_config(sys.argv[1:]))
     except Exception as error:  # whatever it is, this rank reports it and ends
         where = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        ours = isinstance(error, ValueError | RuntimeError) and where.parent == REPO
+        ours = isinstance(error, ValueError | RuntimeError) and where.parent in (REPO, REPO / "configs", REPO / "tools")
         if _first_to_fail():
             if not ours:
                 traceback.print_exc()
@@ -651,7 +319,7 @@ def _first_to_fail() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Model folder and config.json
+# 2. Model folder and config.json
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -763,7 +431,7 @@ def load_tokenizer(folder: Path, hf_config: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 4. Data
+# 3. Data
 # ---------------------------------------------------------------------------------------------------------------------
 # Every rank packs the same global stream of sequences and keeps its own. So the data position is one number that does
 # not depend on the mesh: a run resumes on any number of ranks without a gap or a repeat, and one process sees what
@@ -997,181 +665,12 @@ def document_mask(positions: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# 5. Loss, gradient norm, router statistics
+# 4. Safetensors: Hugging Face folder in and out
 # ---------------------------------------------------------------------------------------------------------------------
-# N tokens (B*L), V vocabulary (this TP rank's part where noted), D model dim, E experts, K experts per token
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class LMHead(nn.Linear):
-    """The output layer: logits, or the summed cross-entropy over chunks of tokens, so that full logits never exist.
-
-    Under tensor parallelism the weight is a DTensor sharded over the vocabulary and the hidden states are replicated
-    (or a plain tensor that is the same on all TP ranks); the loss then needs three small all-reduces per chunk.
-    """
-
-    num_chunks = 8  # torchtitan's default
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> LMHead:
-        head = cls(linear.in_features, linear.out_features, bias=False, device="meta")
-        head.weight = linear.weight
-        return head
-
-    def forward(self, hidden_BLD: torch.Tensor, labels_BL: torch.Tensor | None = None) -> torch.Tensor:
-        """[B, L, D] -> logits [B, L, V] without labels, else the fp32 sum of -log p(label) over counted labels."""
-        group, vocab_start = None, 0
-        weight_VD, hidden = self.weight, hidden_BLD
-        if isinstance(weight_VD, DTensor):  # FSDP has unsharded it: what remains is the TP axis
-            mesh = weight_VD.device_mesh
-            _, offset = compute_local_shape_and_global_offset(weight_VD.shape, mesh, weight_VD.placements)
-            group, vocab_start = mesh.get_group(), offset[0]
-            if not isinstance(hidden, DTensor):
-                hidden = DTensor.from_local(hidden, mesh, run_check=False)
-            hidden = hidden.to_local(grad_placements=[Partial()])  # each rank holds the gradient of its vocabulary
-            weight_VD = weight_VD.to_local()
-        if labels_BL is None:
-            logits = nn.functional.linear(hidden, weight_VD)
-            if group is None:
-                return logits
-            parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, logits.contiguous(), group=group)
-            return torch.cat(parts, dim=-1)
-        return _ChunkedCrossEntropy.apply(
-            hidden.flatten(0, 1),
-            weight_VD,
-            labels_BL.flatten(),
-            vocab_start,
-            group,
-            self.num_chunks,
-            torch.is_grad_enabled(),
-        )
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies, its gradients computed chunk by chunk in the forward pass and scaled in the backward."""
-
-    @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, labels_N, vocab_start, group, num_chunks, need_grad):
-        total = torch.zeros((), dtype=torch.float32, device=hidden_ND.device)
-        vocab_V = torch.arange(
-            vocab_start, vocab_start + weight_VD.shape[0], dtype=torch.int32, device=hidden_ND.device
-        )
-        grad_hidden_ND = torch.empty_like(hidden_ND) if need_grad else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if need_grad else None
-        chunk = math.ceil(hidden_ND.shape[0] / num_chunks)
-        for start in range(0, hidden_ND.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            h_nD, labels_n1 = hidden_ND[rows], labels_N[rows, None]
-            logits_nV = (h_nD @ weight_VD.T).float()
-            highest_n1 = logits_nV.amax(dim=1, keepdim=True)
-            if group is not None:
-                dist.all_reduce(highest_n1, op=dist.ReduceOp.MAX, group=group)
-            exp_nV = (logits_nV - highest_n1).exp()
-            # A comparison instead of a gather: no 64-bit index, and a label of another rank's vocabulary adds 0.
-            is_label_nV = vocab_V == labels_n1
-            sums_2n1 = torch.stack([exp_nV.sum(1, keepdim=True), (logits_nV * is_label_nV).sum(1, keepdim=True)])
-            if group is not None:
-                dist.all_reduce(sums_2n1, group=group)
-            counted_n1 = labels_n1 != IGNORE_INDEX
-            nll_n1 = sums_2n1[0].log() + highest_n1 - sums_2n1[1]
-            total += torch.where(counted_n1, nll_n1, 0.0).sum()
-            if need_grad:
-                # In place: 13 bytes per logit at the peak instead of 21, and the same numbers.
-                grad_nV = exp_nV.div_(sums_2n1[0]).sub_(is_label_nV.float()).mul_(counted_n1).to(hidden_ND.dtype)
-                grad_hidden_ND[rows] = grad_nV @ weight_VD
-                grad_weight_VD += grad_nV.T @ h_nD
-        if need_grad:
-            ctx.save_for_backward(grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype))
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_total):
-        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        scale = grad_total.to(grad_hidden_ND.dtype)
-        return grad_hidden_ND * scale, grad_weight_VD * scale, None, None, None, None, None
-
-
-@torch.no_grad()
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale gradients so that their norm is at most max_norm; returns the norm before, the same on every layout.
-
-    Squares are summed on the local shards, then over exactly those mesh axes that shard the gradient. (A replicated
-    gradient is counted once. Gradients on different meshes are fine, as expert parallelism and the TP of the hf path
-    have them; torchtitan's clip_grad_norm_ raises on the latter.)
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    by_axes: dict[tuple, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        axes: tuple = ()
-        if isinstance(gradient, DTensor):
-            if any(p.is_partial() for p in gradient.placements):
-                raise RuntimeError(f"a gradient is still a partial sum: {gradient.placements}")
-            sharded = [i for i, p in enumerate(gradient.placements) if not p.is_replicate()]
-            axes = tuple(gradient.device_mesh.get_group(i) for i in sharded)
-        by_axes.setdefault(axes, []).append(to_local(gradient))
-    total = torch.zeros((), dtype=torch.float32, device=to_local(gradients[0]).device)
-    for axes, locals_ in by_axes.items():
-        norms = torch.stack(torch._foreach_norm([g for g in locals_ if g.numel()] or [total]))
-        squares = norms.float().square().sum()
-        for group in axes:
-            dist.all_reduce(squares, group=group)
-        total += squares
-    norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # torch.nn.utils.clip_grad_norm_'s formula
-    torch._foreach_mul_([to_local(g) for g in gradients], scale)
-    return norm
-
-
-class Routing(NamedTuple):
-    """What one MoE layer's router decided in the last forward pass, on this data rank's tokens."""
-
-    probs_NE: torch.Tensor  # fp32 softmax over all experts, differentiable
-    ids_NK: torch.Tensor  # the chosen experts
-
-
-def is_recomputed() -> bool:
-    """True while the backward pass recomputes a checkpointed block.
-
-    The routing of that second forward must not be kept: its graph would hold the activations of the block's attention
-    until the next step, as if there were no checkpointing.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def tokens_per_expert(layers: list[Routing], real_N: torch.Tensor) -> torch.Tensor:
-    """[layers, E] fp32: how many real tokens chose each expert, on this data rank."""
-    experts = torch.arange(layers[0].probs_NE.shape[1], device=real_N.device)
-    counts = []
-    for layer in layers:
-        chosen_NE = (layer.ids_NK[:, :, None] == experts).any(dim=1)  # a token's K experts differ
-        counts.append((chosen_NE & real_N[:, None]).float().sum(dim=0))
-    return torch.stack(counts).detach()
-
-
-def load_balancing_loss(layers: list[Routing], real_N: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Qwen3's balancing loss (Transformers `load_balancing_loss_func`): E * sum_e f_e * P_e.
-
-    f_e is the mean number of choices of expert e per token, P_e its mean router probability, both over the real tokens
-    of all layers and of all data ranks of the micro-step (`group` holds the data ranks). Returns this rank's additive
-    part: the parts of all data ranks sum to the loss, so its gradient adds up as the cross-entropy's does.
-    """
-    counts_E = tokens_per_expert(layers, real_N).sum(dim=0)
-    tokens = real_N.float().sum() * len(layers)
-    stats = torch.cat([counts_E, tokens[None]])
-    if group is not None:
-        dist.all_reduce(stats, group=group)
-    f_E, tokens = stats[:-1] / stats[-1], stats[-1]
-    prob_sum_E = torch.stack([(layer.probs_NE * real_N[:, None]).sum(dim=0) for layer in layers]).sum(dim=0)
-    return f_E.shape[0] * (f_E * prob_sum_E).sum() / tokens
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 6. Safetensors: Hugging Face folder in and out
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -1514,459 +1013,3 @@ def progress(items: list, label: str) -> Iterable:
     from tqdm import tqdm
 
     return tqdm(items, desc=label, leave=False, disable=dist.get_rank() != 0 or not sys.stderr.isatty())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 7. Checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def run_identity(path_name: str, hf_config: Any) -> dict[str, Any]:
-    """What must be the same for a checkpoint to fit: the training path and the sizes in config.json."""
-    names = (
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok",
-        "tie_word_embeddings",
-    )  # fmt: skip
-    return {"path": path_name, **{n: getattr(hf_config, n) for n in names if getattr(hf_config, n, None) is not None}}
-
-
-def prepare_run_folder(config: Config, path_name: str, cpu_group: dist.ProcessGroup) -> Path:
-    """Create <dump_folder>/<path>, check that it is writable, and record config, command and versions in it."""
-    folder = Path(config.job.dump_folder) / path_name
-    problem = [None]
-    if dist.get_rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.toml").write_text(toml_text(config), encoding="utf-8")
-            (folder / "run.json").write_text(json.dumps(run_record(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            problem = [f"[job] dump_folder = {config.job.dump_folder!r} cannot be written: {error}"]
-    dist.broadcast_object_list(problem, src=0, group=cpu_group)
-    if problem[0]:
-        raise ValueError(problem[0])
-    return folder
-
-
-def run_record() -> dict[str, Any]:
-    """Command, git commit and versions, for the run folder."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPO, capture_output=True, text=True, check=False)
-    versions = {}
-    for name in ("torch", "torchtitan", "transformers", "safetensors", "torch-neuronx", "nki", "neuronx-cc"):
-        with contextlib.suppress(PackageNotFoundError):  # most machines have no Neuron packages
-            versions[name] = version(name)
-    return {
-        "command": sys.argv,
-        "git_commit": commit.stdout.strip() or None,
-        "python": sys.version.split()[0],
-        "versions": versions,
-        "device": DEVICE_TYPE,
-        "world_size": dist.get_world_size(),
-    }
-
-
-def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, train_state: dict[str, Any],
-    identity: dict[str, Any], keep: int, cpu_group: dist.ProcessGroup,
-) -> None:  # fmt: skip
-    """Write step-N.tmp, rename it to step-N when complete, then remove the oldest ones beyond `keep`.
-
-    meta.json lists every file with its size, so that a folder that lost a part is recognised.
-    """
-    final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
-    if dist.get_rank() == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    dist.barrier(group=cpu_group)
-    dcp.save(_model_and_optimizer(model, optimizer), checkpoint_id=temporary, process_group=cpu_group)
-    if dist.get_rank() == 0:
-        torch.save(train_state, temporary / "train_state.pt")
-        sizes = {str(f.relative_to(temporary)): f.stat().st_size for f in sorted(temporary.rglob("*")) if f.is_file()}
-        meta = {"step": step, "identity": identity, "files": sizes, "world_size": dist.get_world_size()}
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        replace_folder(temporary, final)
-        complete = [s for s, problem in list_checkpoints(folder) if problem is None]
-        for old in complete[:-keep] if keep else []:
-            shutil.rmtree(folder / f"step-{old}")
-    dist.barrier(group=cpu_group)
-
-
-def _model_and_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a checkpoint holds of them: sharded tensors by name, those of the model without frozen copies."""
-    options = StateDictOptions(ignore_frozen_params=True)
-    return {
-        "model": get_model_state_dict(model, options=options),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-
-
-def list_checkpoints(folder: Path) -> list[tuple[int, str | None]]:
-    """[(step, None or what is wrong with it)] in rising order; only folders named exactly step-<number> count."""
-    found = []
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.is_dir() and re.fullmatch(r"step-(0|[1-9][0-9]*)", entry.name):
-            found.append((int(entry.name[5:]), _checkpoint_problem(entry)))
-    return sorted(found)
-
-
-def _checkpoint_problem(entry: Path) -> str | None:
-    try:
-        meta = json.loads((entry / "meta.json").read_text())
-        files, _ = meta["files"].items(), meta["identity"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return "no readable meta.json"
-    for name, size in files:
-        if not (entry / name).is_file():
-            return f"{name} is missing"
-        if (entry / name).stat().st_size != size:
-            return f"{name} has {(entry / name).stat().st_size} bytes instead of {size}"
-    return None
-
-
-def find_checkpoint(folder: Path, config: Config, identity: dict[str, Any], source: Path) -> Path | None:
-    """The checkpoint to resume from, None to start from `source`. Logs one line that says which, and why.
-
-    Raises ValueError for a step that is not there, RuntimeError for a checkpoint of another model or path.
-    """
-    if not config.checkpoint.enable:
-        log(f"start        fresh, from {source}; [checkpoint] enable = false")
-        return None
-    load_step = config.checkpoint.load_step
-    found = list_checkpoints(folder)
-    complete = [step for step, problem in found if problem is None]
-    for step, problem in found:
-        if problem is not None:
-            log(f"warning      {folder / f'step-{step}'} is incomplete and not used: {problem}")
-    if load_step != -1 and load_step not in complete:
-        raise ValueError(
-            f"[checkpoint] load_step = {load_step}: complete checkpoints in {folder}: {complete or 'none'}"
-        )
-    if not complete:
-        log(f"start        fresh, from {source}; no complete checkpoint in {folder}")
-        return None
-    step = complete[-1] if load_step == -1 else load_step
-    path = folder / f"step-{step}"
-    if step > config.training.steps:
-        raise ValueError(f"{path} is beyond [training] steps = {config.training.steps}: raise it, or set load_step")
-    if step != complete[-1] and step < config.training.steps:
-        raise ValueError(
-            f"[checkpoint] load_step = {step}: {folder} holds later checkpoints {[s for s in complete if s > step]}, "
-            f"and the next start would resume from those. Move them away first, or use another --job.dump_folder"
-        )
-    saved = json.loads((path / "meta.json").read_text())["identity"]
-    if saved != identity:
-        names = sorted(k for k in {*saved, *identity} if saved.get(k) != identity.get(k))
-        differ = "; ".join(f"{k}: {saved.get(k)} there, {identity.get(k)} here" for k in names)
-        raise RuntimeError(f"{path} belongs to another run ({differ}); choose another --job.dump_folder or remove it")
-    log(f"start        resumed from {path}; not used: {source}")
-    return path
-
-
-def load_checkpoint(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, cpu_group: dist.ProcessGroup
-) -> dict[str, Any]:
-    """Restore model and optimizer in place, on any mesh; returns the train_state that was saved."""
-    state = _model_and_optimizer(model, optimizer)
-    dcp.load(state, checkpoint_id=path, process_group=cpu_group)  # strict: a missing tensor is an error
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # lacks the frozen copies
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    return torch.load(path / "train_state.pt", weights_only=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 8. Learning rate, validation, sample, metrics
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW or SGD over the sharded fp32 parameters; norm weights (1-D) are not decayed."""
-    o = config.optimizer
-    parameters = [p for _, p in named_parameters(model)]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    if o.name == "SGD":
-        return torch.optim.SGD(groups, lr=o.lr, foreach=True)
-    return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: int) -> float:
-    """Set and return the rate of the step with this number (the first is 1).
-
-    Linear warmup, constant, decay over the last share of all steps. A function of the step: nothing to save.
-    """
-    s, total = config.lr_scheduler, config.training.steps
-    decay_steps = round(total * s.decay_ratio)
-    factor = min(1.0, step / s.warmup_steps) if s.warmup_steps else 1.0
-    if decay_steps and step > total - decay_steps:
-        done = (step - 1 - (total - decay_steps)) / decay_steps
-        left = 1 - done if s.decay_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        factor = min(factor, s.min_lr_factor + (1 - s.min_lr_factor) * left)
-    lr = config.optimizer.lr * factor
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
-
-
-def check_finite(step: int, loss: float, grad_norm: torch.Tensor) -> None:
-    """Stop before the update when the global loss or gradient norm is not finite (on every rank alike)."""
-    if not (math.isfinite(loss) and math.isfinite(grad_norm.item())):
-        raise RuntimeError(
-            f"step {step}: loss {loss}, gradient norm {grad_norm.item()}: not finite, weights were not updated. "
-            f"Lower [optimizer] lr, add [lr_scheduler] warmup_steps, or look at the data of this step"
-        )
-
-
-@torch.no_grad()
-def evaluate(loss_sum: Callable[[Batch], torch.Tensor], steps: list[tuple[list[Batch], int]], dims: Any) -> float:
-    """Mean loss per counted label over the whole validation set: sums are divided once, at the end.
-
-    `loss_sum` gives this data rank's summed loss of one batch; every rank must call this.
-    """
-    device = torch.device(DEVICE_TYPE)
-    total = torch.zeros((), device=device)
-    for batches, _ in steps:
-        for batch in batches:
-            total += loss_sum(batch.to(device))
-    dist.all_reduce(total)
-    return total.item() / dims.tp / sum(counted for _, counted in steps)  # TP ranks hold the same loss
-
-
-@torch.no_grad()
-def greedy_sample(hidden_states: Callable[[Batch], torch.Tensor], head: LMHead, tokenizer: Any, config: Config) -> str:
-    """Continue `sample.prompt` greedily; every forward pass has the shape of a training micro-batch."""
-    device = torch.device(DEVICE_TYPE)
-    shape = (config.training.local_batch_size, config.training.seq_len)
-    ids = tokenizer.encode(config.sample.prompt, add_special_tokens=False)[: shape[1] - 1] or [tokenizer.eos_token_id]
-    prompt_length, end_ids = len(ids), {tokenizer.eos_token_id, document_end_id(tokenizer)}
-    positions = torch.arange(shape[1]).expand(shape)
-    while len(ids) < min(shape[1], prompt_length + config.sample.max_new_tokens):
-        row = torch.zeros(shape, dtype=torch.int32)
-        row[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        hidden_BLD = to_local(hidden_states(Batch(row, row, positions).to(device)))
-        last = torch.tensor([len(ids) - 1], device=device)  # an index tensor: the graph does not depend on its value
-        next_id = int(head(hidden_BLD.index_select(1, last))[0, 0].argmax())
-        ids.append(next_id)
-        if next_id in end_ids:
-            break
-    return tokenizer.decode(ids[prompt_length:])
-
-
-def parameter_counts(hf_config: Any) -> tuple[int, int]:
-    """(all parameters, parameters that multiply one token), from config.json alone.
-
-    The second leaves out the embedding lookup and the experts that a token does not visit.
-    """
-    c = hf_config
-    attention = c.hidden_size * c.head_dim * (2 * c.num_attention_heads + 2 * c.num_key_value_heads)
-    total = active = 0
-    for layer in range(c.num_hidden_layers):
-        total += attention + 2 * c.head_dim + 2 * c.hidden_size
-        active += attention
-        if is_moe_layer(c, layer):
-            expert = 3 * c.hidden_size * c.moe_intermediate_size
-            total += c.num_experts * (expert + c.hidden_size)
-            active += c.num_experts_per_tok * expert + c.num_experts * c.hidden_size
-        else:
-            total += 3 * c.hidden_size * c.intermediate_size
-            active += 3 * c.hidden_size * c.intermediate_size
-    vocabulary = c.vocab_size * c.hidden_size
-    total += c.hidden_size + vocabulary * (1 if c.tie_word_embeddings else 2)
-    return total, active + vocabulary
-
-
-def flops_per_token(hf_config: Any, seq_len: int) -> float:
-    """Training FLOPs per token: 6 per active parameter, plus causal attention (PaLM, arXiv:2204.02311, appendix B).
-
-    Attention: forward 2 matmuls of 2 * heads * head_dim * seq_len / 2 on average, backward twice that.
-    """
-    _, active = parameter_counts(hf_config)
-    width = hf_config.num_attention_heads * hf_config.head_dim
-    return 6 * active + 6 * hf_config.num_hidden_layers * width * seq_len
-
-
-def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, data: PackedText) -> None:
-    """One block before the first step: what is about to run."""
-    t, p = config.training, config.parallelism
-    total, active = parameter_counts(hf_config)
-    local = sum(to_local(w).numel() for _, w in named_parameters(model))
-    state_bytes = local * 4 * (4 if config.optimizer.name == "AdamW" else 2)  # fp32 weight, gradient, two moments
-    axes = [("replicate", dims.dp_replicate), ("fsdp", dims.dp_shard), ("tp", dims.tp), ("ep", dims.ep)]
-    mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "1 process"
-    _, ranks = data_rank_and_size(dims)
-    accumulation = data.step_size // (t.local_batch_size * ranks)
-    rows = "stream" if data.num_rows is None else f"{data.num_rows:,} rows"
-    experts = f", {active / 1e6:,.1f}M active per token" if getattr(hf_config, "num_experts", 0) else ""
-    log(f"model        {hf_config.model_type}, {total / 1e6:,.1f}M parameters{experts}")
-    log(f"mesh         {mesh} on {DEVICE_TYPE}, {dist.get_world_size()} processes, compute {t.mixed_precision_param}")
-    log(f"step         {data.step_size} sequences x {t.seq_len} = {data.step_size * t.seq_len:,} tokens")
-    log(f"             {accumulation} micro-steps of {t.local_batch_size} x {t.seq_len} on each of {ranks} data ranks")
-    device = f" of {memory:.0f} GiB" if (memory := device_memory_gib(DEVICE_TYPE)) else ""
-    states = f"weights, gradients and {config.optimizer.name} states"
-    log(f"memory       {state_bytes / 2**30:.3f} GiB{device} a rank for {states}")
-    attention = "block-causal per document" if config.data.document_mask else "causal, documents run on"
-    log(f"data         {data.path}, {rows}, {attention}")
-    extras = [f"activation checkpointing {config.activation_checkpoint.mode}"]
-    if config.compile.enable:
-        extras.append(f"compiled blocks ({config.compile.backend})")
-    if p.tensor_parallel_degree > 1:
-        extras.append("sequence parallel" if p.enable_sequence_parallel else "no sequence parallel")
-    log(f"             {', '.join(extras)}")
-
-
-# Dense bf16 peaks per device that a rank owns, in FLOP/s; the first name that matches counts. MFU on Neuron is against
-# AWS's data sheet: torchtitan 0.3.0 has 158e12 in its own table, so its percentages are 1.055 times ours.
-PEAK_FLOPS = {
-    "neuron": 166.75e12,  # trn2: 667 TFLOP/s a chip, 4 logical cores at LNC=2 (AWS Trainium2 architecture page)
-    "B200": 2250e12,  # NVIDIA HGX B200 data sheet
-    "H200": 989e12,  # NVIDIA H200 data sheet
-    "H100 PCIe": 756e12,  # NVIDIA H100 data sheet, PCIe column
-    "H100": 989e12,  # NVIDIA H100 data sheet, SXM column
-    "A100": 312e12,  # NVIDIA A100 data sheet
-    "L40S": 362e12,  # NVIDIA L40S data sheet
-}
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Peak of this rank's device, None when it is not in the table."""
-    name = device.type if device.type != "cuda" else torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-
-
-def peak_memory_gib(device: torch.device) -> float | None:
-    """Highest memory in use so far on this rank's device in GiB (on CPU: of the whole process), None if unknown."""
-    if device.type == "cpu":
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
-    module = getattr(torch, device.type)
-    if hasattr(module, "synchronize"):
-        module.synchronize()  # counters lag on Neuron (`trainium_facts` 2)
-    if hasattr(module, "max_memory_allocated"):
-        return module.max_memory_allocated() / 2**30
-    stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
-    nested = stats.get("allocated_bytes", {})  # Neuron's keys were flat in one build and nested in another
-    peak = stats.get("allocated_bytes.all.peak", nested.get("all", nested).get("peak"))
-    return None if peak is None else peak / 2**30
-
-
-def device_memory_gib(device_type: str) -> float | None:
-    """Memory of this rank's device, None for the CPU or if unknown. Neuron reports 0 on some ranks: then 24."""
-    module = getattr(torch, device_type)
-    if device_type == "cpu" or not hasattr(module, "get_device_properties"):
-        return 24.0 if device_type == "neuron" else None
-    total = module.get_device_properties(torch.device(device_type)).total_memory / 2**30
-    return total or (24.0 if device_type == "neuron" else None)
-
-
-def start_profiler(config: Config, folder: Path, start: int) -> torch.profiler.profile | None:
-    """The profiler of rank 0, if asked for: one Chrome trace of the chosen steps. `step()` it after every step.
-
-    On Neuron this shows the host only. The documented way to see the device is activities [CPU, PrivateUse1] with a
-    NeuronConfig (torch_neuronx.profiling; its DEVICE mode takes about 5 GB of HBM), whose output the Neuron Explorer
-    opens (`trainium_facts` 7). It was never run here, so it is described and not called.
-    """
-    p = config.profiling
-    if not p.enable or dist.get_rank() != 0:
-        return None
-    first = max(p.step, start + 1)
-    file = folder / "profile" / f"steps-{first}-{first + p.steps - 1}.json"
-    file.parent.mkdir(exist_ok=True)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if DEVICE_TYPE == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profiler = torch.profiler.profile(
-        activities=activities,
-        schedule=torch.profiler.schedule(wait=first - start - 1, warmup=0, active=p.steps, repeat=1),
-        on_trace_ready=lambda trace: (trace.export_chrome_trace(str(file)), log(f"profile      {file}")),
-    )
-    profiler.start()
-    return profiler
-
-
-class Metrics:
-    """One aligned line per logged step on rank 0; the same numbers in metrics.jsonl and TensorBoard."""
-
-    def __init__(
-        self, config: Config, folder: Path, hf_config: Any, device: torch.device, tokens_per_step: int, start: int
-    ):
-        self.config, self.device, self.tokens_per_step, self.first = config, device, tokens_per_step, start + 1
-        self.flops_per_token = flops_per_token(hf_config, config.training.seq_len)
-        self.peak = peak_flops(device)
-        self.file = self.board = None
-        if dist.get_rank() == 0:
-            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
-            if config.metrics.enable_tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self.board = SummaryWriter(str(folder / "tensorboard"))
-        self.profiler = start_profiler(config, folder, start)
-        self.restart_clock(start)
-
-    def restart_clock(self, step: int) -> None:
-        """Time from here on counts as training (after a validation, a checkpoint, the first step)."""
-        self.clock, self.clock_step = time.perf_counter(), step
-
-    def due(self, step: int) -> bool:
-        """Is this step logged? The same answer on every rank."""
-        return step in (self.first, self.config.training.steps) or step % self.config.metrics.log_freq == 0
-
-    def expert_load(
-        self, step: int, loads: list[torch.Tensor], data_group: dist.ProcessGroup | None
-    ) -> dict[str, float]:
-        """From the [layers, E] token counts of each micro-step: imbalance for the log line, histogram for TensorBoard.
-
-        1 means that every expert of every layer has the same load, E that one expert has it all.
-        """
-        counts = torch.stack(loads).sum(dim=0)
-        if data_group is not None:
-            dist.all_reduce(counts, group=data_group)
-        if self.board:
-            self.board.add_histogram("tokens_per_expert", counts.flatten().cpu(), step)
-        return {"expert_max_over_mean": (counts.amax(dim=1) / counts.mean(dim=1)).mean().item()}
-
-    def step(self, step: int, loss: float, grad_norm: float, lr: float, extra: dict[str, float]) -> None:
-        """Log the step if it is due. Call it on every rank; `loss` and `grad_norm` are global numbers."""
-        if self.profiler:
-            self.profiler.step()
-        if not self.due(step):
-            return
-        seconds = (time.perf_counter() - self.clock) / max(1, step - self.clock_step)
-        tokens_per_second = self.tokens_per_step / seconds
-        tflops = tokens_per_second * self.flops_per_token / dist.get_world_size() / 1e12
-        values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "step_seconds": seconds}
-        values |= {"tokens_per_second": tokens_per_second, "tflops_per_device": tflops}
-        if self.peak:
-            values["mfu"] = tflops * 1e12 / self.peak
-        memory = peak_memory_gib(self.device)
-        if memory is not None:
-            values["memory_gib"] = memory
-        self.write(step, values | extra)
-        mfu = f"{100 * values['mfu']:4.1f}%" if self.peak else "n/a"
-        line = (
-            f"step {step:>6}/{self.config.training.steps}  loss {loss:8.4f}  grad norm {grad_norm:8.4f}  lr {lr:.2e}  "
-            f"tok/s {tokens_per_second:>9,.0f}  TFLOP/s {tflops:6.2f}  MFU {mfu}  "
-            f"mem {'n/a' if memory is None else f'{memory:5.2f} GiB'}"
-        )
-        line += "".join(f"  {name.replace('_', ' ')} {value:.2f}" for name, value in extra.items())
-        log(line + (f"  (first step: {seconds:.1f} s)" if step == self.first else ""))
-        self.restart_clock(step)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """To metrics.jsonl and TensorBoard only."""
-        if self.file:
-            self.file.write(json.dumps({"step": step, **values}) + "\n")
-            self.file.flush()
-        for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        if self.profiler:
-            self.profiler.stop()
-        for sink in (self.file, self.board):
-            if sink:
-                sink.close()

@@ -17,8 +17,8 @@ How it is done, with static shapes whatever the routing:
     expert_layer          all of it as one differentiable operator
 
 One kernel source runs in three places: on Trainium, in the simulator of the official `nki` package, and, when that
-package is absent, in `nki_interpreter.py`. Nothing here has run on a device or in the official simulator yet. To use
-the simulator where the package is installed (not run here):
+package is absent, in `tools/nki_interpreter.py`. Nothing here has run on a device or in the official simulator yet. To
+use the simulator where the package is installed (not run here):
 
     NKI_SIMULATOR=1 NEURON_PLATFORM_TARGET_OVERRIDE=trn2 pytest tests/test_nki_moe_kernels.py
 
@@ -56,7 +56,7 @@ def _import_nki():
                 return nki, True
         except Exception:  # absent, or a placeholder that raises what it likes: resolve_backend says so
             pass
-    import nki_interpreter
+    from tools import nki_interpreter
 
     return nki_interpreter, False
 
@@ -83,7 +83,7 @@ def resolve_backend(kernels: str, device_type: str) -> str:
     auto       the NKI kernels on a Neuron device (or an error), the PyTorch reference elsewhere
     nki        the NKI kernels; needs a Neuron device, the official `nki` and `torch_neuronx.nki_op`
     simulate   the official simulator on CPU; needs the official `nki` and two environment variables (see top of file)
-    interpret  `nki_interpreter.py` on CPU
+    interpret  `tools/nki_interpreter.py` on CPU
     reference  plain PyTorch on CPU or CUDA (it reads block ranges on the host, so it cannot run on Neuron)
     """
     if kernels not in ("auto", *BACKENDS):
@@ -966,7 +966,7 @@ def cost_report(
     Raises ValueError outside `check_shapes`, RuntimeError if the kernels are bound to the official nki.
     """
     if NKI_IS_REAL:
-        raise RuntimeError("the cost report counts in nki_interpreter.py: set NKI_STAND_IN=1")
+        raise RuntimeError("the cost report counts in tools/nki_interpreter.py: set NKI_STAND_IN=1")
     T, H, I, E, K, B = n_tokens, hidden, expert_width, n_local_experts, top_k, block_tokens
     check_shapes(T, H, I, n_experts, E, K, B)
     ids_TK = (torch.arange(T)[:, None] + torch.arange(K) * (n_experts // K)) % n_experts

@@ -92,7 +92,7 @@ environment() { # requirement files ...
       "Activate the Neuron one (ls -d /opt/aws_neuronx_venv*), or see ./run.sh doctor."
     make_venv
   elif [ $FOUND = active ]; then
-    "$PY" "$ROOT/check.py" requirements "$@" # says which pip line to run; that line leaves torch alone
+    "$PY" "$ROOT/tools/doctor.py" requirements "$@" # says which pip line to run; that line leaves torch alone
   fi
 }
 
@@ -148,12 +148,12 @@ find_config() { # name ... -> CONFIG
 debug_models() { # arguments ...: made if CONFIG or an argument names them; here, because the ranks would race
   local name stale=""
   [[ "$*" == *debug_models* ]] || grep -Eq '^[^#]*debug_models' "$CONFIG" || return 0
-  for name in dense moe text; do # those of an older make_debug_models.py are made again
-    [ "$ROOT/debug_models/$name" -nt "$ROOT/make_debug_models.py" ] || stale=yes
+  for name in dense moe text; do # those of an older tools/make_debug_models.py are made again
+    [ "$ROOT/debug_models/$name" -nt "$ROOT/tools/make_debug_models.py" ] || stale=yes
   done
   [ -n "$stale" ] || return 0
   say "making debug_models/ (once, some seconds)"
-  "$PY" "$ROOT/make_debug_models.py"
+  "$PY" "$ROOT/tools/make_debug_models.py"
 }
 
 run_ranks() { # torchrun command ...: exits with its exit code
@@ -231,11 +231,12 @@ case "$command" in
     find_config "${@:2}"
     environment requirements.txt
     debug_models "$@"
-    exec "$PY" "$ROOT/check.py" parity "$CONFIG" "${@:3}"
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    exec "$PY" -m tools.parity "$CONFIG" "${@:3}"
     ;;
   doctor) # makes nothing: reports what is there
     find_python
-    exec "$PY" "$ROOT/check.py" "$@"
+    exec "$PY" "$ROOT/tools/doctor.py" "${@:2}"
     ;;
   test)
     shift

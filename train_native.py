@@ -21,7 +21,11 @@ R routed tokens.
 from dataclasses import dataclass
 
 import common
-from common import Batch, Config, LMHead, Piece, Routing, log
+import loop
+from common import Batch, Piece, log
+from configs.schema import Config
+from loop import LMHead, Routing
+from metrics import Metrics, print_summary
 
 import torch
 import torch.distributed as dist
@@ -40,8 +44,6 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.protocols.module import Module
-
-import check
 
 PATH = "native"
 
@@ -104,7 +106,7 @@ class Qwen3MoE(MoE):
             # autograd (seen with torch 2.13 and 2.14, local batch size 1). A copy waits where autograd sees it.
             x_BLD = x_BLD.clone()
         scores_BLK, ids_BLK, probs_BLE = self.router(x_BLD)
-        if not common.is_recomputed():
+        if not loop.is_recomputed():
             self.routing = Routing(all_tokens(probs_BLE), all_tokens(ids_BLK))
         chosen_BLE = torch.zeros_like(probs_BLE, dtype=torch.bool).scatter_(-1, ids_BLK, True)
         return self.routed_experts(x_BLD, scores_BLK, ids_BLK, chosen_BLE.sum(dim=(0, 1)))
@@ -333,14 +335,16 @@ def main(config: Config) -> None:
     # 4. Sharding.
     shard_model(model, dims, config)
     if config.dry_run:
-        return check.dry_run(PATH, config, hf_config, model, dims)
+        from tools import dry_run
+
+        return dry_run.report(PATH, config, hf_config, model, dims)
 
     # 5. Weights: a Hugging Face folder, or seeded random ones.
-    run_folder = common.prepare_run_folder(config, PATH, cpu_group)
+    run_folder = loop.prepare_run_folder(config, PATH, cpu_group)
     materialize(model, device)
-    identity = common.run_identity(PATH, hf_config)
+    identity = loop.run_identity(PATH, hf_config)
     checkpoints = run_folder / "checkpoints"
-    resume = common.find_checkpoint(checkpoints, config, identity, folder)
+    resume = loop.find_checkpoint(checkpoints, config, identity, folder)
     if resume is None and config.model.init == "random":
         common.random_weights(model, hf_pieces, hf_config, config.debug.seed)
     elif resume is None:
@@ -349,15 +353,15 @@ def main(config: Config) -> None:
     # 6. Data, optimizer, resume.
     data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)
     validation = common.validation_steps(config, tokenizer, rank, ranks) if config.validation.path else []
-    optimizer = common.build_optimizer(config, model)
+    optimizer = loop.build_optimizer(config, model)
     start, tokens = 0, 0
     if resume is not None:
-        state = common.load_checkpoint(resume, model, optimizer, cpu_group)
+        state = loop.load_checkpoint(resume, model, optimizer, cpu_group)
         start, tokens = state["step"], state["tokens"]
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
-    common.print_summary(config, hf_config, model, dims, data)
-    metrics = common.Metrics(config, run_folder, hf_config, device, data.step_size * t.seq_len, start)
+    print_summary(config, hf_config, model, dims, data)
+    metrics = Metrics(config, run_folder, hf_config, device, data.step_size * t.seq_len, start)
     sigterm = common.catch_sigterm()
 
     def loss_sum(batch: Batch) -> torch.Tensor:
@@ -371,11 +375,11 @@ def main(config: Config) -> None:
             # Saved before anything else: an error in validation must not lose the steps.
             state = {"step": step, "tokens": tokens, "data": data.state_dict(), "rng": torch.get_rng_state()}
             keep = config.checkpoint.keep_latest_k
-            common.save_checkpoint(checkpoints, step, model, optimizer, state, identity, keep, cpu_group)
+            loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, keep, cpu_group)
             log(f"checkpoint   {checkpoints / f'step-{step}'}")
         due = config.validation.freq and step % config.validation.freq == 0 and step > start
         if validation and not stop and (last or due):
-            loss = common.evaluate(loss_sum, validation, dims)
+            loss = loop.evaluate(loss_sum, validation, dims)
             log(f"validation   step {step}  loss {loss:.4f}")
             metrics.write(step, {"validation_loss": loss})
         if last:
@@ -395,19 +399,19 @@ def main(config: Config) -> None:
             objective = loss
             if layers := routing(model):
                 real_N = torch.ones_like(batch.labels, dtype=torch.bool).flatten()
-                loads.append(common.tokens_per_expert(layers, real_N))
+                loads.append(loop.tokens_per_expert(layers, real_N))
                 if config.moe.router_aux_loss_coef:
-                    aux = common.load_balancing_loss(layers, real_N, data_group) / len(batches)
+                    aux = loop.load_balancing_loss(layers, real_N, data_group) / len(batches)
                     objective = loss + config.moe.router_aux_loss_coef * aux
                     totals[1] += aux.detach()
             objective.backward()
             totals[0] += loss.detach()
         totals[2] = float(sigterm.is_set())
-        norm = common.clip_grad_norm(model.parameters(), t.max_norm)
+        norm = loop.clip_grad_norm(model.parameters(), t.max_norm)
         dist.all_reduce(totals)
         loss, aux, wish = (totals / dims.tp).tolist()  # the ranks of a TP group hold the same numbers
-        common.check_finite(step + 1, loss, norm)
-        lr = common.set_learning_rate(optimizer, config, step + 1)
+        loop.check_finite(step + 1, loss, norm)
+        lr = loop.set_learning_rate(optimizer, config, step + 1)
         optimizer.step()
         optimizer.zero_grad()
         # ----------------------------------------------------------------------------------------------------------
@@ -423,7 +427,7 @@ def main(config: Config) -> None:
     else:
         # 8. A sample, and the Hugging Face folder.
         if config.sample.prompt:
-            text = common.greedy_sample(
+            text = loop.greedy_sample(
                 lambda batch: hidden_states(model, batch, config.data.document_mask), model.lm_head, tokenizer, config
             )
             log(f"sample       {config.sample.prompt!r} -> {text!r}")

@@ -14,6 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import common
+import loop
+from configs import schema
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,7 @@ import train_native
 
 
 def main(pairs: int) -> None:
-    config = common.parse_config([str(common.REPO / "configs/debug.toml")])
+    config = schema.parse_config([str(common.REPO / "configs/debug.toml")])
     config.data.document_mask = False  # torchtitan's SDPA takes no mask
     t = config.training
     folder = common.fetch_model(config.model.path)
@@ -45,7 +47,7 @@ def main(pairs: int) -> None:
     train_native.shard_model(ours, dims, config)
     train_native.materialize(ours, device)
     common.load_weights(ours, train_native.hf_pieces, folder, hf_config.tie_word_embeddings)
-    our_optimizer = common.build_optimizer(config, ours)
+    our_optimizer = loop.build_optimizer(config, ours)
 
     titan_config = train_native.model_config(hf_config, t.seq_len, document_mask=False)
     set_qwen3_sharding_config(titan_config, enable_sp=True, enable_ep=False)
@@ -81,9 +83,9 @@ def main(pairs: int) -> None:
             loss = ours.lm_head(train_native.hidden_states(ours, batch, False), batch.labels) / counted
             loss.backward()
             total += loss.detach()
-        norm = common.clip_grad_norm(ours.parameters(), t.max_norm)
+        norm = loop.clip_grad_norm(ours.parameters(), t.max_norm)
         dist.all_reduce(total)
-        common.check_finite(1, total.item(), norm)
+        loop.check_finite(1, total.item(), norm)
         our_optimizer.step()
         our_optimizer.zero_grad()
         return total.item()

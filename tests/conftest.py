@@ -17,15 +17,15 @@ sys.path.insert(0, str(REPO))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
 
-import common  # noqa: E402 - after the path and the variables above, before torchtitan
+from configs import schema  # noqa: E402 - after the path and the variables above
 
 import pytest  # noqa: E402 - as above
 import torch  # noqa: E402 - as above
 from safetensors.torch import load_file  # noqa: E402 - as above
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig  # noqa: E402 - as above
 
-from check import JobError, Workers  # noqa: E402 - as above
-from make_debug_models import save_model, tiny_tokenizer  # noqa: E402 - as above
+from tools.make_debug_models import save_model, tiny_tokenizer  # noqa: E402 - as above
+from tools.parity import JobError, Workers  # noqa: E402 - as above
 
 JOB_TIMEOUT_SECONDS = 120
 
@@ -143,7 +143,7 @@ class Run:
         return read_tensors(self.folder / "export")
 
 
-def make_config(**sections) -> common.Config:
+def make_config(**sections) -> schema.Config:
     """A Config from {section: {key: value}}, with small sizes, SGD and fp32 unless told otherwise."""
     defaults = {
         "training": dict(seq_len=32, steps=1, max_norm=1e9, mixed_precision_param="float32", global_batch_size=4),
@@ -154,16 +154,16 @@ def make_config(**sections) -> common.Config:
         "export": dict(dtype="float32"),
         "nki": dict(block_tokens=128),
     }
-    config = common.Config()
+    config = schema.Config()
     for section in {*defaults, *sections}:
         for key, value in (defaults.get(section, {}) | sections.get(section, {})).items():
             assert hasattr(getattr(config, section), key), (section, key)
             setattr(getattr(config, section), key, value)
-    common.check_config(config)
+    schema.check_config(config)
     return config
 
 
-def run_main(path: str, config: common.Config, prepare=None) -> str:
+def run_main(path: str, config: schema.Config, prepare=None) -> str:
     """In a worker: train through the script's own main(); returns what this rank printed."""
     import contextlib
     import io

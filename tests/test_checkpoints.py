@@ -14,6 +14,8 @@ from pathlib import Path
 from unittest import mock
 
 import common
+import loop
+from configs import schema
 
 import pytest
 import torch
@@ -320,14 +322,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, models,
     assert reason in warning
     assert f"resumed from {run.folder / 'checkpoints' / 'step-4'}" in run.log
     assert run.losses == saved[1][4:]
-    assert common.list_checkpoints(run.folder / "checkpoints") == [(4, None), (6, None)]  # saved over the remains
+    assert loop.list_checkpoints(run.folder / "checkpoints") == [(4, None), (6, None)]  # saved over the remains
     assert steps_in(run.folder) == ["step-4", "step-6"]
 
 
 @contextlib.contextmanager
 def save_fails_at(step: int):
     """In a worker: the disk is full when that step's data are written."""
-    save = common.dcp.save
+    save = loop.dcp.save
 
     def failing(state, checkpoint_id, **options):
         if checkpoint_id.name.startswith(f"step-{step}."):
@@ -335,7 +337,7 @@ def save_fails_at(step: int):
             raise OSError(28, "No space left on device")
         return save(state, checkpoint_id=checkpoint_id, **options)
 
-    with mock.patch.object(common.dcp, "save", failing):
+    with mock.patch.object(loop.dcp, "save", failing):
         yield
 
 
@@ -354,7 +356,7 @@ def test_keep_zero_keeps_all_and_saving_again_replaces(train, models, tmp_path):
     sections = dict(checkpoint=dict(enable=True, interval=1, keep_latest_k=0), training=dict(steps=3))
     run = train("native", models["D0"], folder=tmp_path / "run", **sections)
     assert steps_in(run.folder) == ["step-1", "step-2", "step-3"]
-    assert all(problem is None for _, problem in common.list_checkpoints(run.folder / "checkpoints"))
+    assert all(problem is None for _, problem in loop.list_checkpoints(run.folder / "checkpoints"))
 
 
 # ----- real processes -----
@@ -362,14 +364,14 @@ def test_keep_zero_keeps_all_and_saving_again_replaces(train, models, tmp_path):
 SLOW = """
 import sys, time
 sys.path.insert(0, {repo!r})
-import common, train_native
-save = common.dcp.save
+import common, loop, train_native
+save = loop.dcp.save
 def slow(state, checkpoint_id, **options):  # a slow disk: the data are there, the rename is not
     save(state, checkpoint_id=checkpoint_id, **options)
     if checkpoint_id.name == "step-4.tmp":
         print("in the middle of a save", flush=True)
         time.sleep(600)
-common.dcp.save = slow
+loop.dcp.save = slow
 common.launch(train_native.main)
 """
 
@@ -394,9 +396,9 @@ def wait_for(process: subprocess.Popen, text: str) -> str:
     raise AssertionError(f"{text!r} not in\n{''.join(lines)}")
 
 
-def write_config(file: Path, **sections) -> common.Config:
+def write_config(file: Path, **sections) -> schema.Config:
     config = make_config(**sections)
-    file.write_text(common.toml_text(config))
+    file.write_text(schema.toml_text(config))
     return config
 
 

@@ -5,6 +5,7 @@ import types
 from pathlib import Path
 
 import common
+from configs import schema
 
 import pytest
 from conftest import REPO, JobError, make_config
@@ -44,7 +45,7 @@ def write(tmp_path, text):
 )
 def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
     with pytest.raises(ValueError, match=r".") as error:
-        common.parse_config(write(tmp_path, text))
+        schema.parse_config(write(tmp_path, text))
     for word in words:
         assert word in str(error.value)
 
@@ -61,26 +62,26 @@ def test_a_wrong_file_is_refused_by_name(tmp_path, text, words):
 )
 def test_a_wrong_command_line_is_refused_by_name(tmp_path, arguments, word):
     with pytest.raises(ValueError, match=r".") as error:
-        common.parse_config(write(tmp_path, "") + arguments)
+        schema.parse_config(write(tmp_path, "") + arguments)
     assert word in str(error.value).replace("-", "_" if "stepz" in str(arguments) else "-")
 
 
 def test_command_line_beats_file_beats_default(tmp_path):
-    config = common.parse_config([*write(tmp_path, "[training]\nsteps = 7\nseq_len = 64"), "--training.steps", "9"])
+    config = schema.parse_config([*write(tmp_path, "[training]\nsteps = 7\nseq_len = 64"), "--training.steps", "9"])
     assert config.training.steps == 9
     assert config.training.seq_len == 64
-    assert config.optimizer.lr == common.Optimizer().lr
+    assert config.optimizer.lr == schema.Optimizer().lr
 
 
 def test_an_integer_may_stand_for_a_float(tmp_path):
-    assert common.parse_config(write(tmp_path, "[training]\nmax_norm = 1")).training.max_norm == 1.0
+    assert schema.parse_config(write(tmp_path, "[training]\nmax_norm = 1")).training.max_norm == 1.0
 
 
 def test_relative_paths_count_from_the_repository_or_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     arguments = write(tmp_path, '[job]\ndump_folder = "runs/x"\n[validation]\npath = "./v.jsonl"')
-    config = common.parse_config([*arguments, "--model.path", "./here", "--data.path", "~"])
+    config = schema.parse_config([*arguments, "--model.path", "./here", "--data.path", "~"])
     assert config.job.dump_folder == str(REPO / "runs/x")
     assert config.validation.path == str(REPO / "v.jsonl")
     assert config.model.path == str(tmp_path / "here")
@@ -88,20 +89,20 @@ def test_relative_paths_count_from_the_repository_or_the_working_directory(tmp_p
 
 
 def test_a_hub_id_stays_as_it_is(tmp_path):
-    config = common.parse_config([*write(tmp_path, ""), "--model.path", "Qwen/Qwen3-0.6B"])
+    config = schema.parse_config([*write(tmp_path, ""), "--model.path", "Qwen/Qwen3-0.6B"])
     assert config.model.path == "Qwen/Qwen3-0.6B"
 
 
 def test_the_resolved_configuration_reads_back_as_itself(tmp_path):
-    config = common.parse_config([*write(tmp_path, "[training]\nsteps = 7"), "--job.dump_folder", 'a "b" \\ c'])
+    config = schema.parse_config([*write(tmp_path, "[training]\nsteps = 7"), "--job.dump_folder", 'a "b" \\ c'])
     saved = tmp_path / "saved.toml"
-    saved.write_text(common.toml_text(config))
-    assert dataclasses.asdict(common.parse_config([str(saved)])) == dataclasses.asdict(config)
+    saved.write_text(schema.toml_text(config))
+    assert dataclasses.asdict(schema.parse_config([str(saved)])) == dataclasses.asdict(config)
 
 
 @pytest.mark.parametrize("file", sorted(REPO.glob("configs/*.toml")), ids=lambda f: f.name)
 def test_every_shipped_file_is_valid(file):
-    common.parse_config([str(file), "--dry_run"])  # which needs no data
+    schema.parse_config([str(file), "--dry_run"])  # which needs no data
 
 
 SIZES = dict(

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import common
+from configs import schema
 
 import pytest
 import torch
@@ -195,7 +196,7 @@ def test_a_glob_in_an_odd_folder(tmp_path, monkeypatch):
     write(folder / "a.jsonl")
     monkeypatch.chdir(folder)
     (folder / "c.toml").write_text('[model]\npath = "x"\n')
-    config = common.parse_config([str(folder / "c.toml"), "--data.path", "*.jsonl"])
+    config = schema.parse_config([str(folder / "c.toml"), "--data.path", "*.jsonl"])
     assert len(common.load_rows(config.data, config.data.path)) == 30
 
 

@@ -1,4 +1,4 @@
-"""check.py: what the doctor recognises, each case as a dictionary of facts, without hardware."""
+"""What the doctor recognises, each case as a dictionary of facts, without hardware."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import check
+from tools import doctor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,10 +32,10 @@ def trn2(**changes: Any) -> dict[str, Any]:
 def test_healthy_machines_have_no_problem_and_the_right_device():
     cuda = laptop(versions={"torch": "2.13.0"}, torch_cuda="13.0", cuda_devices=8)
     for facts, expected in ((laptop(), "cpu"), (cuda, "cuda"), (trn2(), "neuron")):
-        assert check.diagnose(facts) == []
-        assert check.device(facts) == expected
+        assert doctor.diagnose(facts) == []
+        assert doctor.device(facts) == expected
     older_family = trn2(versions={"torch": "2.13.0+cpu", "torch-neuronx": "2.13.3.0.1"})
-    assert check.diagnose(older_family) == []
+    assert doctor.diagnose(older_family) == []
 
 
 CASES = {
@@ -74,52 +74,52 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_each_fault_is_named_with_a_way_out(name: str):
     facts, expected = CASES[name]
-    problems = check.diagnose(facts)
+    problems = doctor.diagnose(facts)
     assert len(problems) == 1, problems
     assert expected in problems[0]
 
 
 def test_faults_add_up_and_share_one_pip_line():
     broken = laptop(versions={"tyro": "", "datasets": "", "torch": "2.9.0"})
-    old_torch, missing = check.diagnose(broken)
+    old_torch, missing = doctor.diagnose(broken)
     assert "torch 2.9.0" in old_torch
     assert missing.endswith("python -m pip install datasets==4.7.0 tyro==1.0.17")
     # a fitting newer version stays: replacing it could break what else is in the environment
-    assert check.diagnose(laptop(versions={"numpy": "1.26.4", "transformers": "5.30.0"})) == []
+    assert doctor.diagnose(laptop(versions={"numpy": "1.26.4", "transformers": "5.30.0"})) == []
 
 
 def test_placeholder_is_not_taken_for_a_device():
-    assert check.device(trn2(versions={"torch-neuronx": "1.0"})) == "cpu"
-    assert check.device(trn2(chips=0)) == "cpu"
+    assert doctor.device(trn2(versions={"torch-neuronx": "1.0"})) == "cpu"
+    assert doctor.device(trn2(chips=0)) == "cpu"
 
 
 def test_an_unknown_instance_with_devices_is_fine():
-    assert check.diagnose(trn2(instance="", chips=4)) == []
+    assert doctor.diagnose(trn2(instance="", chips=4)) == []
 
 
 def test_table_tells_where_the_caches_are_and_what_each_path_uses():
     environment = {"TORCH_NEURONX_NEFF_CACHE_DIR": "/tmp/neff", "HF_HUB_OFFLINE": "1", "HF_HOME": "/data/hf"}
-    rows = dict(check.table(trn2(environment=environment)))
+    rows = dict(doctor.table(trn2(environment=environment)))
     assert rows["neff cache"] == "/tmp/neff  lost at reboot"
     assert rows["hub cache"] == "/data/hf/hub, offline: HF_HUB_OFFLINE"
     assert rows["neuron devices"] == "16 chips, 64 logical cores of 16 and 64"
     assert rows["path nki_moe"] == "device neuron, process group neuron, attention SDPA, expert kernels NKI"
-    assert dict(check.table(laptop()))["path hf"] == "device cpu, process group gloo, attention SDPA"
+    assert dict(doctor.table(laptop()))["path hf"] == "device cpu, process group gloo, attention SDPA"
 
 
 def test_doctor_runs_here_and_its_exit_code_is_its_verdict():
-    run = subprocess.run([sys.executable, check.__file__, "doctor"], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, doctor.__file__], capture_output=True, text=True, check=False)
     assert run.stderr == ""
     rows = run.stdout.split("\n\n")[0].splitlines()
     assert all(line[15] == " " and line[16] != " " for line in rows), "one aligned table"
-    assert f"python          {check.dotted(sys.version_info[:3])}" in run.stdout
+    assert f"python          {doctor.dotted(sys.version_info[:3])}" in run.stdout
     verdict = run.stdout.splitlines()[-1]
     assert (run.returncode == 0) == verdict.startswith("verdict: ready to train on ")
     assert ("problem 1:" in run.stdout) == (run.returncode == 1)
 
 
-@pytest.mark.parametrize("arguments", [[], ["docter"], ["doctor", "--fix"]])
+@pytest.mark.parametrize("arguments", [["doctor"], ["--fix"]])
 def test_wrong_use_is_an_error(arguments: list[str]):
-    run = subprocess.run([sys.executable, check.__file__, *arguments], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, doctor.__file__, *arguments], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr.startswith("error: ")

@@ -11,6 +11,9 @@ from pathlib import Path
 from unittest import mock
 
 import common
+import loop
+import metrics
+from configs import schema
 
 import pytest
 import torch
@@ -20,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import check
 import nki_moe_kernels as kernels
+from tools import dry_run
 
 SHIPPED = sorted((REPO / "configs").glob("*.toml"))
 # GiB a rank of trainium_facts 8, where memory was added up by hand
@@ -29,20 +32,20 @@ TABLE = {"0.6b": 4.7, "1.7b": 7.8, "4b": 7.5, "8b": 7.3, "14b": 10.9, "32b": 11.
 TP, FSDP = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_shard_degree"
 
 
-def dry_run(path, arguments, environment):
+def run_dry(path, arguments, environment):
     """In a worker: (what the dry run printed, its error, its bytes by purpose)."""
     out, sizes = io.StringIO(), {}
-    memory = check.memory
+    memory = dry_run.memory
 
     def record(*a):
         sizes.update(memory(*a))
         return sizes
 
     clean = {"NPROC": "", "NNODES": ""} | environment
-    patches = mock.patch.dict(os.environ, clean), mock.patch.object(check, "memory", record)
+    patches = mock.patch.dict(os.environ, clean), mock.patch.object(dry_run, "memory", record)
     with patches[0], patches[1], contextlib.redirect_stdout(out):
         try:
-            importlib.import_module(f"train_{path}").main(common.parse_config([*arguments, "--dry_run"]))
+            importlib.import_module(f"train_{path}").main(schema.parse_config([*arguments, "--dry_run"]))
         except (ValueError, RuntimeError) as error:
             return out.getvalue(), str(error), sizes
     return out.getvalue(), None, sizes
@@ -51,7 +54,7 @@ def dry_run(path, arguments, environment):
 @pytest.fixture
 def dry(workers):
     return lambda path, *arguments, **environment: workers.run(
-        1, dry_run, path, list(map(str, arguments)), environment
+        1, run_dry, path, list(map(str, arguments)), environment
     )[0]
 
 
@@ -76,7 +79,7 @@ def test_every_shipped_configuration_fits(dry, models, file):
         assert "BROKEN" not in text
         if not debug:
             assert "fits" in text.splitlines()[-1]
-            assert sum(sizes.values()) <= check.PLAN_GIB * 2**30
+            assert sum(sizes.values()) <= dry_run.PLAN_GIB * 2**30
         if name in TABLE:
             assert sum(sizes.values()) / 2**30 == pytest.approx(TABLE[name], rel=0.08)
 
@@ -122,10 +125,10 @@ def test_a_document_mask_is_a_note_on_neuron(dry):
 )  # fmt: skip
 def test_sizes_are_the_published_ones(name, total, gflops):
     c = common.load_hf_config(REPO / "configs/hf" / f"Qwen3-{name}")
-    parameters, active = common.parameter_counts(c)
+    parameters, active = metrics.parameter_counts(c)
     assert parameters / 1e9 == pytest.approx(total, abs=5e-4)
     if gflops:
-        assert common.flops_per_token(c, 4096) / 1e9 == pytest.approx(gflops, abs=0.05)
+        assert metrics.flops_per_token(c, 4096) / 1e9 == pytest.approx(gflops, abs=0.05)
     if name == "30B-A3B":
         assert (active + c.vocab_size * c.hidden_size) / 1e9 == pytest.approx(3.35, abs=5e-3)
 
@@ -145,7 +148,7 @@ def test_expert_slots_are_counted(dry):
 def real_bytes(path, config):
     """In a worker: bytes of weights, gradients and optimizer states on this rank around one step."""
     found = {}
-    clip, build = common.clip_grad_norm, common.build_optimizer
+    clip, build = loop.clip_grad_norm, loop.build_optimizer
 
     def nbytes(tensors):
         return sum(common.to_local(t).numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
@@ -163,7 +166,7 @@ def real_bytes(path, config):
         return found["optimizer"]
 
     patches = {"clip_grad_norm": record_gradients, "build_optimizer": record_optimizer}
-    with mock.patch.multiple(common, **patches), contextlib.redirect_stdout(io.StringIO()):
+    with mock.patch.multiple(loop, **patches), contextlib.redirect_stdout(io.StringIO()):
         importlib.import_module(f"train_{path}").main(config)
     states = found.pop("optimizer").state.values()
     return found | {"optimizer states": nbytes(t for state in states for t in state.values())}
@@ -186,8 +189,8 @@ def test_states_equal_those_of_a_real_run(workers, models, texts, tmp_path, path
     )  # fmt: skip
     real = workers.run(4, real_bytes, path, config)
     toml = tmp_path / "config.toml"
-    toml.write_text(common.toml_text(config))
-    _, error, sizes = workers.run(1, dry_run, path, [str(toml)], {})[0]
+    toml.write_text(schema.toml_text(config))
+    _, error, sizes = workers.run(1, run_dry, path, [str(toml)], {})[0]
     assert error is None
     assert real[0] == {name: sizes[name] for name in real[0]}
     assert all(rank[name] <= real[0][name] for rank in real for name in rank)  # rank 0 has the largest shards
@@ -249,7 +252,7 @@ def measure(path, config, folder, device, dims):
         time.sleep(0.5)  # and gloo's threads let go of their tensors a moment after they have signalled the end
         kept = live.live()
         model.lm_head(hidden, batch.labels).backward()
-    return check.memory(path, config, hf_config, model, dims), kept, live.peak
+    return dry_run.memory(path, config, hf_config, model, dims), kept, live.peak
 
 
 @pytest.mark.parametrize(

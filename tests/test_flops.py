@@ -6,7 +6,7 @@ import io
 import json
 from unittest import mock
 
-import common
+import metrics
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ def test_flops_per_token_equal_the_counter(changes):
     with FlopCounterMode(display=False) as counter:
         model(ids).logits.sum().backward()
     attention = 6 * c.num_hidden_layers * c.num_attention_heads * c.head_dim * seq_len
-    assert counter.get_total_flops() == batch * seq_len * (common.flops_per_token(c, seq_len) + attention)
-    assert common.parameter_counts(c)[0] == sum(p.numel() for p in model.parameters())
+    assert counter.get_total_flops() == batch * seq_len * (metrics.flops_per_token(c, seq_len) + attention)
+    assert metrics.parameter_counts(c)[0] == sum(p.numel() for p in model.parameters())
 
 
 def test_peaks():
-    assert common.peak_flops(torch.device("cpu")) is None
+    assert metrics.peak_flops(torch.device("cpu")) is None
     names = {
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,
@@ -47,8 +47,8 @@ def test_peaks():
     for name, peak in names.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-            assert common.peak_flops(torch.device("cuda")) == peak
-    assert common.PEAK_FLOPS["neuron"] == 667e12 / 4
+            assert metrics.peak_flops(torch.device("cuda")) == peak
+    assert metrics.PEAK_FLOPS["neuron"] == 667e12 / 4
 
 
 def test_an_unknown_device_prints_no_mfu(train, models):

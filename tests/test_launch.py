@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import make_debug_models as debug
+from tools import make_debug_models as debug
 
 REPO = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.timeout(90)
@@ -27,11 +27,11 @@ case "$*" in
   "-c "*'find_spec("torch")'*) [ -e "$0.torch" ] && echo "$0" ;;
   "-c "*version_info*) echo "$0" ;;
   "-c ") ;;
-  "-c "* | *check.py*) exec "{sys.executable}" "$@" ;;
+  "-c "* | *doctor.py*) exec "{sys.executable}" "$@" ;;
   -V) echo Python 3.13.0 ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip "*) [ -z "$PIP_FAILS" ] ;;
-  *make_debug_models.py) d="$(dirname "$1")/debug_models" && mkdir -p "$d/dense" "$d/moe" "$d/text" ;;
+  *make_debug_models.py) d="$(dirname "$1")/../debug_models" && mkdir -p "$d/dense" "$d/moe" "$d/text" ;;
   *) echo "in $PWD"; printf '<%s>\\n' "$@"; env ;;
 esac
 """
@@ -48,10 +48,11 @@ class Bench:
             folder / "bin",
             folder / "log",
         )
-        for new in (self.repo / "configs", self.cwd, self.bin):
+        for new in (self.repo / "configs", self.repo / "tools", self.cwd, self.bin):
             new.mkdir(parents=True)
-        for name in ("run.sh", "check.py", "requirements.txt", "requirements-dev.txt", "requirements-cpu.txt"):
-            shutil.copy(REPO / name, self.repo)
+        files = "run.sh tools/doctor.py requirements.txt requirements-dev.txt requirements-cpu.txt"
+        for name in files.split():
+            shutil.copy(REPO / name, self.repo / name)
         self.config = self.repo / "configs" / "debug.toml"
         self.config.write_text(CONFIG)
         tools = "bash cat cksum cp dirname echo env grep ls mkdir mktemp nproc pkill printenv rm uname"
@@ -345,9 +346,9 @@ def test_debug_models_are_made_once_when_named(bench: Bench):
     arguments = ("native", "configs/debug.toml", "--model.path", "../re po/debug_models/moe")
     assert "making debug_models" in bench.run(*arguments).stderr
     assert "making debug_models" not in bench.run(*arguments).stderr
-    (bench.repo / "make_debug_models.py").touch()  # a newer one, as after git pull
+    (bench.repo / "tools/make_debug_models.py").touch()  # a newer one, as after git pull
     assert "making debug_models" in bench.run(*arguments).stderr
-    (bench.repo / "make_debug_models.py").unlink()
+    (bench.repo / "tools/make_debug_models.py").unlink()
     shutil.rmtree(bench.repo / "debug_models/text")
     bench.config.write_text(CONFIG.replace("Qwen/Qwen3-8B", "./debug_models/dense"))
     assert "making debug_models" in bench.run("parity", "configs/debug.toml").stderr

@@ -5,6 +5,7 @@ import shutil
 from unittest import mock
 
 import common
+import loop
 
 import pytest
 import torch
@@ -27,14 +28,14 @@ LR = 1e4  # of one SGD step, so large that the change of a weight keeps all digi
 def random_layers(tokens=13, experts=8, top_k=2, layers=3, dtype=torch.float64):
     torch.manual_seed(0)
     logits = [torch.randn(tokens, experts, dtype=dtype, requires_grad=True) for _ in range(layers)]
-    routing = [common.Routing(x.softmax(-1), x.topk(top_k, dim=-1).indices) for x in logits]
+    routing = [loop.Routing(x.softmax(-1), x.topk(top_k, dim=-1).indices) for x in logits]
     return logits, routing
 
 
 def test_balancing_loss_is_transformers_own():
     logits, routing = random_layers()
     real = torch.ones(13, dtype=torch.bool)
-    ours = common.load_balancing_loss(routing, real, None)
+    ours = loop.load_balancing_loss(routing, real, None)
     theirs = load_balancing_loss_func(tuple(logits), 8, 2)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     for got, want in zip(
@@ -55,8 +56,8 @@ def test_balancing_loss_by_hand_ignores_padding():
                 for e in x[t].argsort(descending=True)[:2]:
                     counts[e] += 1
     by_hand = 4 * (counts / 8 * probabilities / 8).sum()  # 4 real tokens x 2 layers
-    assert common.load_balancing_loss(routing, real, None).item() == pytest.approx(by_hand.item(), rel=1e-6)
-    per_layer = common.tokens_per_expert(routing, real)
+    assert loop.load_balancing_loss(routing, real, None).item() == pytest.approx(by_hand.item(), rel=1e-6)
+    per_layer = loop.tokens_per_expert(routing, real)
     assert per_layer.sum(dim=0).tolist() == counts.tolist()
     assert per_layer.sum().item() == 4 * 2 * 2
 
@@ -67,8 +68,8 @@ def test_balancing_loss_lowers_the_winner():
     gate[0] = 3.0  # expert 0 always wins by a wide margin
     gate.requires_grad_()
     x = hidden @ gate.T
-    routing = [common.Routing(x.softmax(-1), x.topk(2, dim=-1).indices)]
-    common.load_balancing_loss(routing, torch.ones(20, dtype=torch.bool), None).backward()
+    routing = [loop.Routing(x.softmax(-1), x.topk(2, dim=-1).indices)]
+    loop.load_balancing_loss(routing, torch.ones(20, dtype=torch.bool), None).backward()
     assert gate.grad.norm() > 0
     after = (hidden @ (gate - 10 * gate.grad).T).softmax(-1)[:, 0].mean()
     assert after < x.softmax(-1)[:, 0].mean()

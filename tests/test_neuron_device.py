@@ -11,6 +11,8 @@ import sys
 from types import SimpleNamespace
 
 import common
+import metrics
+from configs import schema
 
 import pytest
 import torch
@@ -51,7 +53,7 @@ import common
 chosen = list(calls)
 calls.clear()
 from torchtitan.tools import utils
-config = common.Config()
+config = schema.Config()
 config.comm.timeout_seconds = 77
 device, group = common.init_distributed(config)
 json.dump({
@@ -127,7 +129,7 @@ def test_every_call_of_torch_neuron_is_in_the_tested_list():
 )
 def test_peak_memory_with_every_build(monkeypatch, module, expected):
     monkeypatch.setattr(torch, "neuron", module, raising=False)
-    assert common.peak_memory_gib(SimpleNamespace(type="neuron")) == expected
+    assert metrics.peak_memory_gib(SimpleNamespace(type="neuron")) == expected
 
 
 @pytest.mark.parametrize(("reported", "expected"), [(24 * 2**30, 24.0), (0, 24.0), (96 * 2**30, 96.0)])
@@ -135,21 +137,21 @@ def test_total_memory_zero_means_unknown(monkeypatch, reported, expected):
     properties = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(total_memory=reported))
     monkeypatch.setattr(torch, "neuron", properties, raising=False)
     monkeypatch.setattr(torch, "device", lambda name: name)
-    assert common.device_memory_gib("neuron") == expected
+    assert metrics.device_memory_gib("neuron") == expected
     monkeypatch.setattr(torch, "neuron", SimpleNamespace())
-    assert common.device_memory_gib("neuron") == 24.0
+    assert metrics.device_memory_gib("neuron") == 24.0
 
 
 def test_memory_that_is_unknown_is_printed_as_such(monkeypatch, capsys, tmp_path):
-    config = common.Config()
+    config = schema.Config()
     config.metrics.enable_tensorboard = False
-    monkeypatch.setattr(common, "peak_memory_gib", lambda device: None)
+    monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: None)
     monkeypatch.setattr(common.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(common.dist, "get_world_size", lambda: 1)
     hf_config = common.load_hf_config(REPO / "configs/hf/Qwen3-0.6B")
-    metrics = common.Metrics(config, tmp_path, hf_config, torch.device("cpu"), 100, 0)
-    metrics.step(1, 2.0, 1.0, 1e-3, {})
-    metrics.close()
+    log = metrics.Metrics(config, tmp_path, hf_config, torch.device("cpu"), 100, 0)
+    log.step(1, 2.0, 1.0, 1e-3, {})
+    log.close()
     assert "mem n/a" in capsys.readouterr().out
 
 
@@ -171,12 +173,12 @@ def test_pinning_follows_the_measured_map(monkeypatch, rank, far):
 
 def test_neuron_devices_that_torch_does_not_see_stop_the_run(monkeypatch):
     """A placeholder package, an XLA-era one or none at all: training on the CPU of a Trainium must not go unnoticed."""
-    import check
+    from tools import doctor
 
     exists = common.Path.exists
     monkeypatch.setattr(common.Path, "exists", lambda self: str(self) == "/dev/neuron0" or exists(self))
-    monkeypatch.setattr(check, "gather_facts", dict)
-    monkeypatch.setattr(check, "diagnose", lambda facts: ["torch-neuronx 1.0: placeholders. Run: pip uninstall"])
+    monkeypatch.setattr(doctor, "gather_facts", dict)
+    monkeypatch.setattr(doctor, "diagnose", lambda facts: ["torch-neuronx 1.0: placeholders. Run: pip uninstall"])
     monkeypatch.delenv("IGNORE_NEURON", raising=False)
     with pytest.raises(RuntimeError, match=r"torch-neuronx 1\.0: placeholders\. Run: pip uninstall"):
-        common.init_distributed(common.Config())
+        common.init_distributed(schema.Config())

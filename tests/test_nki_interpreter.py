@@ -17,7 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import nki_interpreter as nki  # noqa: E402 - after the path
+from tools import nki_interpreter as nki  # noqa: E402 - after the path
 
 nl, nisa = nki.language, nki.isa
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32

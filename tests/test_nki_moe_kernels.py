@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import nki_interpreter
 import nki_moe_kernels as moe
+from tools import nki_interpreter
 
 KERNELS = moe.resolve_backend("simulate" if moe.NKI_IS_REAL else "interpret", "cpu")
 needs_stand_in = pytest.mark.skipif(moe.NKI_IS_REAL, reason="counts come from the stand-in: set NKI_STAND_IN=1")

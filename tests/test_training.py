@@ -7,13 +7,14 @@ import shutil
 from unittest import mock
 
 import common
+from configs import schema
 
 import pytest
 import torch
 from conftest import CASES, M0, M128, SMALL_CASES, hf_oracle, make_config, make_model, refused, relative_error
 from transformers import AutoConfig
 
-import check
+from tools import parity
 
 # (processes, [parallelism]) of every layout that must give the same numbers
 LAYOUTS = {
@@ -427,21 +428,22 @@ def test_twenty_steps_with_interpreted_kernels(train, tmp_path):
 def test_the_parity_command_tells_what_agrees_and_what_does_not(models, texts, tmp_path, capsys, monkeypatch):
     toml, small = tmp_path / "config.toml", make_model(tmp_path / "in", **SMALL)
 
-    def parity(model, *meshes):
+    def run(model, *meshes):
         data = dict(path=str(texts))
         config = make_config(model=dict(path=str(model)), data=data, training=dict(global_batch_size=2))
-        toml.write_text(common.toml_text(config))
-        monkeypatch.setattr(check, "MESHES", {mesh: check.MESHES[mesh] for mesh in meshes})
-        return check.parity([str(toml), "--training.steps", "2", "--nki.kernels", "interpret"]), capsys.readouterr().out
+        toml.write_text(schema.toml_text(config))
+        monkeypatch.setattr(parity, "MESHES", {mesh: parity.MESHES[mesh] for mesh in meshes})
+        status = parity.parity([str(toml), "--training.steps", "2", "--nki.kernels", "interpret"])
+        return status, capsys.readouterr().out
 
-    status, out = parity(small, "1 process", "fsdp 2")
+    status, out = run(small, "1 process", "fsdp 2")
     assert (status, out.splitlines()[-1]) == (0, "all paths and meshes agree")
     rows = [line[:24].split(maxsplit=1) for line in out.splitlines()[3:-3]]
     assert [(path, mesh.strip()) for path, mesh in rows] == [
         (path, mesh) for mesh in ("1 process", "fsdp 2") for path in ("hf", "native", "nki_moe")
     ]
-    monkeypatch.setitem(check.TOLERANCES, "float32", (1e-9, 1e-9, 1e-9, 1e-9))
-    status, out = parity(models["D0"], "1 process")
+    monkeypatch.setitem(parity.TOLERANCES, "float32", (1e-9, 1e-9, 1e-9, 1e-9))
+    status, out = run(models["D0"], "1 process")
     assert status == 1
     assert "DIFFERS" in next(line for line in out.splitlines() if line.startswith("native"))
     assert out.splitlines()[-1] == "the paths differ"

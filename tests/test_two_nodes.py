@@ -6,7 +6,8 @@ import shutil
 import socket
 import subprocess
 
-import common
+import loop
+from configs import schema
 
 from conftest import REPO, make_config, read_tensors, run_main
 
@@ -43,7 +44,7 @@ def test_two_nodes_train_checkpoint_resume_and_export_as_one(workers, models, te
     workers.run(2, run_main, "native", config)
     config.job.dump_folder = str(tmp_path / "two")
     toml = tmp_path / "two.toml"
-    toml.write_text(common.toml_text(config))
+    toml.write_text(schema.toml_text(config))
     on_two_nodes(toml)
     one, two = tmp_path / "one/native", tmp_path / "two/native"
 
@@ -52,7 +53,7 @@ def test_two_nodes_train_checkpoint_resume_and_export_as_one(workers, models, te
         return [line["loss"] for line in lines if "loss" in line]
 
     assert losses(two) == losses(one)
-    assert [step for step, problem in common.list_checkpoints(two / "checkpoints") if problem is None] == [2, 4]
+    assert [step for step, problem in loop.list_checkpoints(two / "checkpoints") if problem is None] == [2, 4]
     want, got = read_tensors(one / "export"), read_tensors(two / "export")
     assert want.keys() == got.keys()
     assert all(got[name].equal(w) for name, w in want.items())

@@ -1,6 +1,6 @@
 """A small strict stand-in for the part of `nki` that `nki_moe_kernels.py` uses: the kernels in NumPy on any CPU.
 
-    import nki_interpreter as nki
+    from tools import nki_interpreter as nki
     nl, nisa = nki.language, nki.isa          # then write and call kernels as with the official package
 
 It exists to find mistakes, not to be fast or general. What it knows, it knows for trn2 and checks always:

@@ -1,6 +1,6 @@
 """Make the debug models and the debug text under debug_models/, once, on this machine.
 
-    python make_debug_models.py
+    python tools/make_debug_models.py
 
 debug_models/dense                     tiny Qwen3, tied embeddings, one safetensors file
 debug_models/moe                       tiny Qwen3-MoE, untied, two shards with an index
@@ -231,4 +231,4 @@ def write_jsonl(path: Path, documents: Iterable[str]) -> None:
 
 if __name__ == "__main__":
     disable_progress_bar()
-    make_debug_models(Path(__file__).parent / "debug_models")
+    make_debug_models(Path(__file__).resolve().parent.parent / "debug_models")

@@ -1,0 +1,1 @@
+"""One TOML file per model size, and the schema of all."""

@@ -1,0 +1,1 @@
+"""What one runs around training."""
