@@ -328,10 +328,10 @@ def main(config: Config) -> None:
     data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)
     validation = common.validation_steps(config, tokenizer, rank, ranks) if config.validation.path else []
     optimizer = loop.build_optimizer(config, model)
-    start, tokens = 0, 0
+    start = 0
     if resume is not None:
         state = loop.load_checkpoint(resume, model, optimizer, cpu_group)
-        start, tokens = state["step"], state["tokens"]
+        start = state["step"]
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
     print_summary(config, hf_config, model, dims, data)
@@ -347,7 +347,7 @@ def main(config: Config) -> None:
         last = step == t.steps or stop
         if config.checkpoint.enable and step > start and (last or step % config.checkpoint.interval == 0):
             # Saved before anything else: an error in validation must not lose the steps.
-            state = {"step": step, "tokens": tokens, "data": data.state_dict(), "rng": torch.get_rng_state()}
+            state = {"step": step, "data": data.state_dict(), "rng": torch.get_rng_state()}
             keep = config.checkpoint.keep_latest_k
             loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, keep, cpu_group)
             log(f"checkpoint   {checkpoints / f'step-{step}'}")
@@ -392,7 +392,6 @@ def main(config: Config) -> None:
         optimizer.zero_grad()
         # ----------------------------------------------------------------------------------------------------------
         stop = wish > 0
-        tokens += counted
         extra = {}
         if loads and metrics.due(step + 1):
             extra = metrics.expert_load(step + 1, loads, data_group)

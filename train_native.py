@@ -129,13 +129,9 @@ def model_config(c, seq_len: int, document_mask: bool) -> Qwen3Model.Config:
         experts = Experts.Config(dim=c.hidden_size, hidden_dim=c.moe_intermediate_size, num_experts=c.num_experts)
         dispatcher = AllToAllTokenDispatcher.Config(num_experts=c.num_experts, top_k=c.num_experts_per_tok)
         router = make_router_config(
-            dim=c.hidden_size,
-            num_experts=c.num_experts,
-            gate_param_init=None,
-            top_k=c.num_experts_per_tok,
-            score_func="softmax",
-            route_norm=c.norm_topk_prob,
-        )
+            dim=c.hidden_size, num_experts=c.num_experts, top_k=c.num_experts_per_tok, gate_param_init=None,
+            score_func="softmax", route_norm=c.norm_topk_prob,
+        )  # fmt: skip
         return Qwen3MoE.Config(
             num_experts=c.num_experts,
             router=router,
@@ -145,26 +141,19 @@ def model_config(c, seq_len: int, document_mask: bool) -> Qwen3Model.Config:
 
     def layer(index: int) -> Qwen3TransformerBlock.Config:
         is_moe = common.is_moe_layer(c, index)
+        sizes = {"dim": c.hidden_size, "hidden_dim": c.intermediate_size}
+        attention = make_gqa_config(
+            dim=c.hidden_size, n_heads=c.num_attention_heads, n_kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
+            wqkv_param_init=None, wo_param_init=None, qk_norm=norm(c.head_dim),
+            inner_attention=DocumentAttention.Config() if document_mask else ScaledDotProductAttention.Config(),
+            rope=CosSinRoPE.Config(dim=c.head_dim, max_seq_len=seq_len, theta=c.rope_parameters["rope_theta"]),
+            fuse_qkv=False,  # then parameters map one to one to Hugging Face names
+        )  # fmt: skip
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(c.hidden_size),
+            attention=attention,
             ffn_norm=norm(c.hidden_size),
-            attention=make_gqa_config(
-                dim=c.hidden_size,
-                n_heads=c.num_attention_heads,
-                n_kv_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                wqkv_param_init=None,
-                wo_param_init=None,
-                inner_attention=DocumentAttention.Config() if document_mask else ScaledDotProductAttention.Config(),
-                fuse_qkv=False,  # then parameters map one to one to Hugging Face names
-                rope=CosSinRoPE.Config(dim=c.head_dim, max_seq_len=seq_len, theta=c.rope_parameters["rope_theta"]),
-                qk_norm=norm(c.head_dim),
-            ),
-            feed_forward=None
-            if is_moe
-            else make_ffn_config(
-                dim=c.hidden_size, hidden_dim=c.intermediate_size, w1_param_init=None, w2w3_param_init=None
-            ),
+            feed_forward=None if is_moe else make_ffn_config(**sizes, w1_param_init=None, w2w3_param_init=None),
             moe=moe() if is_moe else None,
         )
 
@@ -354,10 +343,10 @@ def main(config: Config) -> None:
     data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)
     validation = common.validation_steps(config, tokenizer, rank, ranks) if config.validation.path else []
     optimizer = loop.build_optimizer(config, model)
-    start, tokens = 0, 0
+    start = 0
     if resume is not None:
         state = loop.load_checkpoint(resume, model, optimizer, cpu_group)
-        start, tokens = state["step"], state["tokens"]
+        start = state["step"]
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
     print_summary(config, hf_config, model, dims, data)
@@ -373,7 +362,7 @@ def main(config: Config) -> None:
         last = step == t.steps or stop
         if config.checkpoint.enable and step > start and (last or step % config.checkpoint.interval == 0):
             # Saved before anything else: an error in validation must not lose the steps.
-            state = {"step": step, "tokens": tokens, "data": data.state_dict(), "rng": torch.get_rng_state()}
+            state = {"step": step, "data": data.state_dict(), "rng": torch.get_rng_state()}
             keep = config.checkpoint.keep_latest_k
             loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, keep, cpu_group)
             log(f"checkpoint   {checkpoints / f'step-{step}'}")
@@ -416,7 +405,6 @@ def main(config: Config) -> None:
         optimizer.zero_grad()
         # ----------------------------------------------------------------------------------------------------------
         stop = wish > 0
-        tokens += counted
         extra = {}
         if loads and metrics.due(step + 1):
             extra = metrics.expert_load(step + 1, loads, data_group)

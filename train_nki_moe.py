@@ -47,14 +47,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.attention import SDPBackend
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear, decoder_sharding
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config, make_router_config
-from torchtitan.models.common.decoder_sharding import (
-    dense_activation_placement,
-    dense_param_placement,
-    dense_sequence_parallel_placement,
-)
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
@@ -163,33 +158,29 @@ class NKIExperts(Module):
         dtype = x_TD.dtype if self.backend == "reference" else torch.bfloat16
         experts = self.inner_experts
         w1_eFD, w2_eDF, w3_eFD = (common.to_local(getattr(experts, name)).to(dtype) for name in TRANSPOSES)
+        ids_TK, scores_TK = topk_expert_ids_BLK.flatten(0, 1).int(), topk_scores_BLK.flatten(0, 1).float()
         out_TD = kernels.expert_layer(
-            x_TD.to(dtype),
-            topk_expert_ids_BLK.flatten(0, 1).int(),
-            topk_scores_BLK.flatten(0, 1).float(),
-            w1_eFD,
-            w2_eDF,
-            w3_eFD,
-            first_expert=self.first_expert,
-            block_tokens=self.block_tokens,
-            backend=self.backend,
+            x_TD.to(dtype), ids_TK, scores_TK, w1_eFD, w2_eDF, w3_eFD,
+            first_expert=self.first_expert, block_tokens=self.block_tokens, backend=self.backend,
             forward_weights=tuple(common.to_local(getattr(experts, name)).to(dtype) for name in TRANSPOSES.values()),
-        )
+        )  # fmt: skip
         return out_TD.to(x_BLD.dtype).view_as(x_BLD)
 
 
 def experts_sharding(sequence_parallel: bool) -> tuple[ShardingConfig, ShardingConfig]:
     """Expert parallelism inside the TP group, as torchtitan sharding data: (of NKIExperts, of its weights)."""
-    replicated, partial = dense_activation_placement(tp=spmd.R), dense_activation_placement(tp=spmd.P)
+    replicated, partial = (decoder_sharding.dense_activation_placement(tp=tp) for tp in (spmd.R, spmd.P))
     tokens = dict.fromkeys(("x_BLD", "topk_scores_BLK", "topk_expert_ids_BLK"), replicated)
     layer = ShardingConfig(
         in_src_shardings=tokens,
         in_dst_shardings=tokens,
         out_src_shardings=partial,  # each rank has its own experts' part of the sum ...
-        out_dst_shardings=dense_sequence_parallel_placement() if sequence_parallel else partial,
+        out_dst_shardings=decoder_sharding.dense_sequence_parallel_placement() if sequence_parallel else partial,
         local_map=LocalMapConfig(in_grad_placements=(partial, partial, partial)),  # ... and of the gradients
     )
-    whole_experts = dense_param_placement(tp=spmd.S(0))  # the expert dim, not the width as without these kernels
+    whole_experts = decoder_sharding.dense_param_placement(
+        tp=spmd.S(0)
+    )  # the expert dim, not the width as without these kernels
     names = (*TRANSPOSES, *TRANSPOSES.values())
     return layer, ShardingConfig(state_shardings=dict.fromkeys(names, whole_experts))
 
@@ -228,13 +219,9 @@ def model_config(c, config: Config, backend: str) -> Qwen3Model.Config:
         weights, block_tokens = ExpertWeights.Config(**sizes, forward_dtype=dtype), config.nki.block_tokens
         experts = NKIExperts.Config(inner_experts=weights, block_tokens=block_tokens, backend=backend)
         router = make_router_config(
-            dim=c.hidden_size,
-            num_experts=c.num_experts,
-            gate_param_init=None,
-            top_k=c.num_experts_per_tok,
-            score_func="softmax",
-            route_norm=c.norm_topk_prob,
-        )
+            dim=c.hidden_size, num_experts=c.num_experts, top_k=c.num_experts_per_tok, gate_param_init=None,
+            score_func="softmax", route_norm=c.norm_topk_prob,
+        )  # fmt: skip
         return Qwen3MoE.Config(
             num_experts=c.num_experts,
             router=router,
@@ -244,26 +231,19 @@ def model_config(c, config: Config, backend: str) -> Qwen3Model.Config:
 
     def layer(index: int) -> Qwen3TransformerBlock.Config:
         is_moe = common.is_moe_layer(c, index)
+        sizes = {"dim": c.hidden_size, "hidden_dim": c.intermediate_size}
+        attention = make_gqa_config(
+            dim=c.hidden_size, n_heads=c.num_attention_heads, n_kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
+            wqkv_param_init=None, wo_param_init=None, qk_norm=norm(c.head_dim),
+            inner_attention=DocumentAttention.Config() if document_mask else ScaledDotProductAttention.Config(),
+            rope=CosSinRoPE.Config(dim=c.head_dim, max_seq_len=seq_len, theta=c.rope_parameters["rope_theta"]),
+            fuse_qkv=False,  # then parameters map one to one to Hugging Face names
+        )  # fmt: skip
         return Qwen3TransformerBlock.Config(
             attention_norm=norm(c.hidden_size),
+            attention=attention,
             ffn_norm=norm(c.hidden_size),
-            attention=make_gqa_config(
-                dim=c.hidden_size,
-                n_heads=c.num_attention_heads,
-                n_kv_heads=c.num_key_value_heads,
-                head_dim=c.head_dim,
-                wqkv_param_init=None,
-                wo_param_init=None,
-                inner_attention=DocumentAttention.Config() if document_mask else ScaledDotProductAttention.Config(),
-                fuse_qkv=False,  # then parameters map one to one to Hugging Face names
-                rope=CosSinRoPE.Config(dim=c.head_dim, max_seq_len=seq_len, theta=c.rope_parameters["rope_theta"]),
-                qk_norm=norm(c.head_dim),
-            ),
-            feed_forward=None
-            if is_moe
-            else make_ffn_config(
-                dim=c.hidden_size, hidden_dim=c.intermediate_size, w1_param_init=None, w2w3_param_init=None
-            ),
+            feed_forward=None if is_moe else make_ffn_config(**sizes, w1_param_init=None, w2w3_param_init=None),
             moe=moe() if is_moe else None,
         )
 
@@ -298,14 +278,11 @@ def build_model(hf_config, config: Config) -> Qwen3Model:
         )
     backend = kernels.resolve_backend(config.nki.kernels, common.DEVICE_TYPE)
     kernels.check_shapes(
-        n_tokens=t.local_batch_size * t.seq_len,
-        hidden=hf_config.hidden_size,
-        expert_width=hf_config.moe_intermediate_size,
-        n_experts=hf_config.num_experts,
-        n_local_experts=hf_config.num_experts // p.tensor_parallel_degree,
-        top_k=hf_config.num_experts_per_tok,
+        n_tokens=t.local_batch_size * t.seq_len, top_k=hf_config.num_experts_per_tok,
+        hidden=hf_config.hidden_size, expert_width=hf_config.moe_intermediate_size,
+        n_experts=hf_config.num_experts, n_local_experts=hf_config.num_experts // p.tensor_parallel_degree,
         block_tokens=config.nki.block_tokens,
-    )
+    )  # fmt: skip
     log(f"kernels      {backend} ([nki] kernels = {config.nki.kernels!r}), blocks of {config.nki.block_tokens} tokens")
     titan = model_config(hf_config, config, backend)
     set_qwen3_sharding_config(titan, enable_sp=p.enable_sequence_parallel, enable_ep=False)
@@ -482,10 +459,10 @@ def main(config: Config) -> None:
     data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)
     validation = common.validation_steps(config, tokenizer, rank, ranks) if config.validation.path else []
     optimizer = loop.build_optimizer(config, model)
-    start, tokens = 0, 0
+    start = 0
     if resume is not None:
         state = loop.load_checkpoint(resume, model, optimizer, cpu_group)
-        start, tokens = state["step"], state["tokens"]
+        start = state["step"]
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
     refresh_expert_weights(model)
@@ -502,7 +479,7 @@ def main(config: Config) -> None:
         last = step == t.steps or stop
         if config.checkpoint.enable and step > start and (last or step % config.checkpoint.interval == 0):
             # Saved before anything else: an error in validation must not lose the steps.
-            state = {"step": step, "tokens": tokens, "data": data.state_dict(), "rng": torch.get_rng_state()}
+            state = {"step": step, "data": data.state_dict(), "rng": torch.get_rng_state()}
             keep = config.checkpoint.keep_latest_k
             loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, keep, cpu_group)
             log(f"checkpoint   {checkpoints / f'step-{step}'}")
@@ -546,7 +523,6 @@ def main(config: Config) -> None:
         refresh_expert_weights(model)
         # ----------------------------------------------------------------------------------------------------------
         stop = wish > 0
-        tokens += counted
         extra = {}
         if loads and metrics.due(step + 1):
             extra = metrics.expert_load(step + 1, loads, data_group)
