@@ -10,7 +10,7 @@ import metrics
 
 import pytest
 import torch
-from conftest import D0, M0, make_config
+from conftest import D0, M0, make_config, refused
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -66,9 +66,9 @@ def test_profile(train, models):
     assert "profile      " in run.log
 
 
-def test_compile_backend_belongs_to_the_device():
-    with pytest.raises(ValueError, match=r"\[compile\] backend = 'neuron' on cpu: needs a Neuron device"):
-        make_config(model=dict(path="x"), data=dict(path="x"), compile=dict(enable=True, backend="neuron"))
+def test_compile_backend_belongs_to_the_device(train, models):
+    message = "[compile] backend = 'neuron' on cpu: needs a Neuron device"
+    refused(lambda: train("native", models["D0"], compile=dict(enable=True, backend="neuron")), message)
 
 
 def shapes_of_a_run(path, config):

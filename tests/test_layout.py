@@ -1,6 +1,7 @@
 """The rooms of the repository: imports run down only, and one training path can be copied out."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -84,6 +85,7 @@ def test_readmes_files_are_enough_for_one_path(path, models, texts, tmp_path):
     arguments = [f"--model.path={models['M128']}", f"--data.path={texts}", "--training.seq_len=32"]
     arguments += ["--training.steps=1", "--activation_checkpoint.mode=none", "--nki.block_tokens=128"]
     command = [sys.executable, f"train_{path}.py", *arguments]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # as set for the workers
+    run = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert (tmp_path / f"runs/default/{path}/export/model.safetensors").is_file()
