@@ -13,6 +13,7 @@ Words: *axis* is an axis of the device mesh, *dim* is a dimension of a tensor.
 
 from __future__ import annotations
 
+import atexit
 import glob
 import importlib.util
 import json
@@ -288,7 +289,7 @@ def catch_sigterm() -> threading.Event:
 
 
 def launch(main: Callable[[Config], None]) -> None:
-    """`main(parse_config(sys.argv))`, with one clear message when it fails and no process left hanging.
+    """`main(parse_config(sys.argv))`, with one clear message when it fails and no process left hanging; never returns.
 
     An error raised by these files is the user's to fix: message only. Anything else keeps its traceback.
     """
@@ -305,6 +306,10 @@ def launch(main: Callable[[Config], None]) -> None:
                 Path(os.environ["RUN_ERROR_FILE"]).write_text(f"error: {error}\n")
         sys.stdout.flush()
         os._exit(1)  # a normal exit may wait for ranks that are inside a collective; torchrun ends those
+    # A gloo thread that frees its last tensor while the interpreter takes itself apart aborts a run that is complete.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _first_to_fail() -> bool:

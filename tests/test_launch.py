@@ -423,6 +423,24 @@ def test_sigterm_reaches_every_rank(torchrun):
     assert "saved by rank 1" in err
 
 
+ABORTS = """
+import atexit, os, sys
+import common
+class Thread:  # as a C++ thread that reaches for the interpreter while it is taken apart
+    def __del__(self, abort=os.abort):
+        abort()
+thread = Thread()
+atexit.register(print, "closed")
+common.launch(lambda config: print(config.training.steps))
+"""
+
+
+def test_a_complete_run_cannot_be_aborted_while_the_interpreter_ends():
+    command = [sys.executable, "-c", ABORTS, str(REPO / "configs/debug.toml"), "--training.steps", "7"]
+    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (0, "7\nclosed\n"), run.stderr
+
+
 # --- debug models ---
 
 
