@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import glob
+import hashlib
 import importlib.util
 import json
 import logging
@@ -36,6 +37,7 @@ from typing import Any, NamedTuple
 
 from configs.schema import HUB_ID, NKI, Compile, Config, Data, MoE, Profiling, parse_config
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -791,13 +793,27 @@ class HFFolder:
         """One whole tensor."""
         return self.read(hf_name, tuple(slice(0, n) for n in self.info(hf_name)[0]))
 
+    def _same(self, a: str, b: str, rows_at_once: int = 4096) -> bool:
+        """Whether two tensors hold the same values."""
+        if self.info(a) != self.info(b):
+            return False
+        rows, *columns = self.info(a)[0]
+        starts = range(0, rows, rows_at_once)
+        boxes = [(slice(r, min(r + rows_at_once, rows)), *(slice(0, n) for n in columns)) for r in starts]
+        return all(torch.equal(self.read(a, box), self.read(b, box)) for box in boxes)
+
     def check(self, wanted: dict[str, tuple[int, ...]], tied: bool) -> None:
         """Every wanted tensor there with its shape, every tensor in the files wanted. Raises ValueError with names."""
         sources = {name: self._source(name)[0] for name in wanted}
         missing = [name for name in wanted if self.info(name) is None]
         unexpected = sorted(set(self.file_of) - set(sources.values()))
         if tied and "lm_head.weight" in unexpected:
-            log("weights      lm_head.weight in the files is not read: tie_word_embeddings is true")
+            if not self._same("lm_head.weight", "model.embed_tokens.weight"):
+                raise ValueError(
+                    f"{self.folder}: config.json has tie_word_embeddings = true, but lm_head.weight of the files "
+                    f"differs from model.embed_tokens.weight. Set it to false to train and export that head, or remove "
+                    f"lm_head.weight from the files to use the embedding as head"
+                )
             unexpected.remove("lm_head.weight")
         wrong = [
             f"{name} {self.info(name)[0]} instead of {shape}"
@@ -865,23 +881,22 @@ def load_weights(model: nn.Module, pieces: Pieces, folder: Path, tied: bool) -> 
     log(f"weights      {len(wanted)} tensors from {folder}")
 
 
-def name_seed(hf_name: str) -> int:
-    """A stable hash of the name: Python's own differs between processes."""
-    return int.from_bytes(hf_name.encode()[-64:], "little") % (2**31 - 1)
-
-
 def random_weights(model: nn.Module, pieces: Pieces, hf_config: Any, seed: int) -> None:
     """Seeded random weights, drawn on CPU per Hugging Face tensor name: the same for every path, mesh and device.
 
-    Norm weights are 1, all others normal with config.json's initializer_range (Transformers' rule for Qwen3).
+    Norm weights are 1, all others normal with config.json's initializer_range (Transformers' rule for Qwen3). Each row
+    has numbers of its own (a counter-based generator), so that a rank draws only the rows of its shards.
     """
     shapes = wanted_tensors(model, pieces)
 
     def read(hf_name: str, box: tuple[slice, ...]) -> torch.Tensor:
         if len(shapes[hf_name]) == 1:
             return torch.ones(shapes[hf_name])[box]
-        generator = torch.Generator().manual_seed(seed * 2**31 + name_seed(hf_name))
-        return torch.empty(shapes[hf_name]).normal_(0, hf_config.initializer_range, generator=generator)[box]
+        key = int.from_bytes(hashlib.sha256(f"{seed} {hf_name}".encode()).digest()[:16], "little")
+        out = np.empty((box[0].stop - box[0].start, shapes[hf_name][1]), np.float32)
+        for i, row in enumerate(out, start=box[0].start):
+            np.random.Generator(np.random.Philox(key=key, counter=i << 128)).standard_normal(dtype=np.float32, out=row)
+        return torch.from_numpy(out)[:, box[1]] * hf_config.initializer_range
 
     fill_weights(model, pieces, read)
     log(f"weights      {len(shapes)} tensors drawn at random from seed {seed}")

@@ -378,25 +378,26 @@ def main(config: Config) -> None:
 
         # ----- one training step ----------------------------------------------------------------------------------
         # The loss is the sum over all counted tokens of the step divided by their number: over every micro-batch and
-        # data rank, so that layouts and accumulation give the same gradient however ragged the counts are.
+        # data rank, so that layouts and accumulation give the same gradient however ragged the counts are. The sum
+        # goes backward; its gradients are divided in clip_grad_norm.
         batches, counted = data.next_step()
         totals = torch.zeros(3, device=device)  # loss, balancing loss, wish to stop
         loads = []
         for batch in batches:
             batch = batch.to(device)
-            loss = loss_sum(batch) / counted
+            loss = loss_sum(batch)
             objective = loss
             if layers := routing(model):
                 real_N = torch.ones_like(batch.labels, dtype=torch.bool).flatten()
                 loads.append(loop.tokens_per_expert(layers, real_N))
                 if config.moe.router_aux_loss_coef:
                     aux = loop.load_balancing_loss(layers, real_N, data_group) / len(batches)
-                    objective = loss + config.moe.router_aux_loss_coef * aux
+                    objective = loss + counted * config.moe.router_aux_loss_coef * aux
                     totals[1] += aux.detach()
             objective.backward()
-            totals[0] += loss.detach()
+            totals[0] += loss.detach() / counted
         totals[2] = float(sigterm.is_set())
-        norm = loop.clip_grad_norm(model.parameters(), t.max_norm)
+        norm = loop.clip_grad_norm(model.parameters(), t.max_norm, counted)
         dist.all_reduce(totals)
         loss, aux, wish = (totals / dims.tp).tolist()  # the ranks of a TP group hold the same numbers
         loop.check_finite(step + 1, loss, norm)

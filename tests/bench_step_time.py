@@ -80,10 +80,10 @@ def main(pairs: int) -> None:
         batches, counted = data.next_step()
         total = torch.zeros(())
         for batch in batches:
-            loss = ours.lm_head(train_native.hidden_states(ours, batch, False), batch.labels) / counted
+            loss = ours.lm_head(train_native.hidden_states(ours, batch, False), batch.labels)
             loss.backward()
             total += loss.detach()
-        norm = loop.clip_grad_norm(ours.parameters(), t.max_norm)
+        norm = loop.clip_grad_norm(ours.parameters(), t.max_norm, counted)
         dist.all_reduce(total)
         loop.check_finite(1, total.item(), norm)
         our_optimizer.step()

@@ -153,13 +153,13 @@ def real_bytes(path, config):
     def nbytes(tensors):
         return sum(common.to_local(t).numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
-    def record_gradients(parameters, max_norm):
+    def record_gradients(parameters, max_norm, counted):
         parameters = list(parameters)
         found["parameters"] = nbytes(p for p in parameters if p.requires_grad)
         if frozen := nbytes(p for p in parameters if not p.requires_grad):
             found["transposed weights"] = frozen
         found["gradients"] = nbytes(p.grad for p in parameters)
-        return clip(parameters, max_norm)
+        return clip(parameters, max_norm, counted)
 
     def record_optimizer(*a):
         found["optimizer"] = build(*a)

@@ -7,11 +7,23 @@ import shutil
 from unittest import mock
 
 import common
+import loop
 from configs import schema
 
 import pytest
 import torch
-from conftest import CASES, M0, M128, SMALL_CASES, hf_oracle, make_config, make_model, refused, relative_error
+from conftest import (
+    CASES,
+    M0,
+    M128,
+    ONE_PER_PATH,
+    SMALL_CASES,
+    hf_oracle,
+    make_config,
+    make_model,
+    refused,
+    relative_error,
+)
 from transformers import AutoConfig
 
 from tools import parity
@@ -451,3 +463,44 @@ def test_the_parity_command_tells_what_agrees_and_what_does_not(models, texts, t
 
 def hf_state(folder) -> dict[str, torch.Tensor]:
     return per_expert({n: p.detach() for n, p in hf_oracle(folder).named_parameters()})
+
+
+def test_bf16_gradients_are_not_biased_by_the_number_of_counted_labels():
+    """1 / counted has no exact bf16: rounded, it would scale all gradients by up to 0.4 %, another factor per count."""
+    torch.manual_seed(0)
+    weight_VD, hidden_BLD = torch.randn(499, 160).bfloat16() / 8, torch.randn(1, 1021, 160).bfloat16()
+    targets_BL = torch.randint(0, 499, (1, 1021))
+    ratios = []
+    for counted in (101, 129, 257, 331, 509, 1021):
+        labels_BL = targets_BL.where(torch.arange(1021) < counted, common.IGNORE_INDEX)
+        exact = [weight_VD.double().requires_grad_(), hidden_BLD.double().requires_grad_()]
+        torch.nn.functional.cross_entropy((exact[1] @ exact[0].T)[0], labels_BL[0]).backward()
+        head = loop.LMHead.from_linear(torch.nn.Linear(160, 499, bias=False))
+        head.weight, hidden = torch.nn.Parameter(weight_VD.clone()), hidden_BLD.clone().requires_grad_()
+        head(hidden, labels_BL).backward()
+        parameters = [torch.nn.Parameter(w.float()) for w in (weight_VD, hidden_BLD)]  # fp32, as FSDP holds and reduces
+        parameters[0].grad, parameters[1].grad = head.weight.grad.float(), hidden.grad.float()
+        loop.clip_grad_norm(parameters, 1e9, counted)
+        pairs = [(p.grad.double(), e.grad) for p, e in zip(parameters, exact, strict=True)]
+        ratios.append(torch.stack([(got * want).sum() / want.square().sum() for got, want in pairs]))
+    assert (torch.stack(ratios) - 1).abs().max() < 1e-3
+    assert (torch.stack(ratios).amax(0) - torch.stack(ratios).amin(0)).max() < 3e-4
+
+
+@contextlib.contextmanager
+def refusing_scaled_gradients():
+    """The bf16 backward pass must start from exactly 1: whatever else scales all gradients does it in fp32."""
+    original = loop._ChunkedCrossEntropy.backward
+
+    def backward(ctx, grad_total):
+        assert grad_total == 1
+        return original(ctx, grad_total)
+
+    with mock.patch.object(loop._ChunkedCrossEntropy, "backward", staticmethod(backward)):
+        yield
+
+
+@pytest.mark.parametrize(("path", "name"), ONE_PER_PATH)
+def test_no_path_scales_its_gradients_in_bf16(path, name, models, train):
+    sections = dict(training=dict(global_batch_size=6, local_batch_size=2))
+    assert len(train(path, models[name], prepare=refusing_scaled_gradients, **sections).losses) > 0

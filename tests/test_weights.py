@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import common
@@ -227,18 +228,65 @@ def test_random_start_is_the_same_on_every_path_and_mesh(train, models, tmp_path
     assert not any(torch.equal(other_seed[n], w) for n, w in exports[0].items() if w.ndim == 2)
 
 
-def test_random_start_draws_every_tensor_of_the_largest_model_from_its_own_seed():
-    """94 layers x 128 experts x 3 (Qwen3-235B-A22B): a hash that collides would make two experts equal."""
-    experts = [
-        f"model.layers.{layer}.mlp.experts.{e}.{kind}_proj.weight"
-        for layer in range(94)
-        for e in range(128)
-        for kind in ("gate", "up", "down")
-    ]
-    kinds = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate")
-    others = [f"model.layers.{layer}.{kind}.weight" for layer in range(94) for kind in kinds]
-    names = [*experts, *others, "model.embed_tokens.weight", "lm_head.weight"]
-    assert len({common.name_seed(name) for name in names}) == len(names)
+def drawn(names: list[str], seed: int, box: tuple[slice, ...] | None = None, shape=(5, 7)) -> list[torch.Tensor]:
+    """The random tensors of these Hugging Face names, without a model; `box` is the part that is asked for."""
+    found = {}
+
+    def fill(_model, _pieces, read):
+        found.update({n: read(n, box or tuple(slice(0, size) for size in shape)) for n in names})
+
+    with mock.patch.multiple(
+        common, fill_weights=fill, wanted_tensors=lambda *_: dict.fromkeys(names, shape), log=lambda _: None
+    ):
+        common.random_weights(None, None, SimpleNamespace(initializer_range=0.02), seed)
+    return list(found.values())
+
+
+def test_no_two_seeds_and_no_two_names_give_equal_values():
+    """94 layers x 128 experts x 3 (Qwen3-235B-A22B); names that differ far in front; seeds that agree in their low or
+    high bits (a CPU generator of PyTorch keeps 32 bits of its seed)."""
+    kinds = [f"mlp.experts.{e}.{k}_proj" for e in range(128) for k in ("gate", "up", "down")] + ["self_attn.q_proj"]
+    names = [f"model.layers.{layer}.{kind}.weight" for layer in range(94) for kind in kinds]
+    names += [f"{front}{'x' * 100}" for front in ("a", "b", "ab")]
+    first = torch.stack(drawn(names, 0, shape=(1, 3)))
+    assert len(first.view(-1, 3).unique(dim=0)) == len(names)
+    seeds = [0, 1, 2, 3, 2**31, 2**32, 2**32 + 1, 2**63]
+    values = torch.stack([drawn(["lm_head.weight"], seed)[0].flatten() for seed in seeds])
+    assert len(values.flatten().unique()) == values.numel()
+
+
+def test_a_box_of_a_random_tensor_is_the_same_as_in_the_whole():
+    (whole,) = drawn(["w"], 3, shape=(300, 401))
+    assert whole.dtype == torch.float32
+    assert whole.mean().abs() < 0.02 * 4 / whole.numel() ** 0.5
+    assert whole.std() == pytest.approx(0.02, rel=0.02)
+    assert whole[1:].corrcoef().triu(1).abs().max() < 0.3  # no row repeats another
+    box = (slice(17, 105), slice(3, 50))
+    assert torch.equal(drawn(["w"], 3, box, (300, 401))[0], whole[box])
+
+
+def test_tied_configuration_with_a_head_in_the_files(models: dict[str, Path], tmp_path: Path, train):
+    """Equal to the embedding: tied. Different: refused, with both ways out; each of them works."""
+    source = tmp_path / "tied"
+    shutil.copytree(models["D0t"], source)
+    tensors = load_file(source / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, source / "model.safetensors", {"format": "pt"})
+    expected = train("native", models["D0t"])
+    assert train("native", source).losses == expected.losses
+    other = embedding.clone()
+    other[-1, -1] += 1e-3
+    save_file(tensors | {"lm_head.weight": other}, source / "model.safetensors", {"format": "pt"})
+    for path in ("native", "hf"):
+        message = refused(
+            lambda path=path: train(path, source), "tie_word_embeddings = true, but lm_head.weight of the files differs"
+        )
+        assert "Set it to false" in message
+        assert "or remove lm_head.weight" in message
+    text = (source / "config.json").read_text()
+    (source / "config.json").write_text(text.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    exported = train("native", source, training=dict(steps=0)).tensors()
+    assert torch.equal(exported["lm_head.weight"], other)
 
 
 # ----- experts (FR-05, FR-23) -----
