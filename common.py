@@ -56,7 +56,7 @@ BACKENDS = {"neuron": "neuron", "cuda": "nccl", "cpu": "gloo"}
 
 
 def pick_device_type() -> str:
-    """neuron if TorchNeuron has registered its device, else cuda, else cpu (`trainium_facts` 2, TorchNeuron docs)."""
+    """neuron if TorchNeuron has registered its device, else cuda, else cpu (device_facts#device-name)."""
     neuron = getattr(torch, "neuron", None)  # appears when torch_neuronx has autoloaded
     if neuron is not None and neuron.is_available():
         return "neuron"
@@ -68,7 +68,7 @@ def prepare_torchtitan(device_type: str) -> None:
 
     - Its Qwen3 imports `triton` unguarded, for kernels of an expert-parallel backend that is not used here. Where
       triton is absent (Mac, CPU wheels) that one kernel module is replaced by empty names. The name `triton` itself
-      is left alone: Inductor would believe that it is installed (`trainium_facts` 6b).
+      is left alone: Inductor would believe that it is installed (device_facts#torchtitan-on-neuron).
     - It decides on "cuda" at import when it sees no accelerator (torchtitan/tools/utils.py, `get_device_info`).
     """
     if importlib.util.find_spec("triton") is None:
@@ -98,8 +98,9 @@ def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
     """Start the process group and return (device, CPU group). Works under torchrun and as one plain process.
 
     The process group comes first: on Neuron it assigns the core and starts the runtime, and nothing may touch the
-    device before it (`trainium_facts` 4a). There the device is the bare "neuron": an index is wrong on most ranks.
-    The second group runs on gloo, for objects and CPU tensors: checkpoints plan through it (`trainium_facts` 4b).
+    device before it. There the device is the bare "neuron": an index is wrong on most ranks
+    (device_facts#process-group-first). The second group runs on gloo, for objects and CPU tensors: checkpoints plan
+    through it (device_facts#gloo-beside-neuron).
     """
     if config.dry_run:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
@@ -135,7 +136,7 @@ def init_distributed(config: Config) -> tuple[torch.device, dist.ProcessGroup]:
 
 
 def check_neuron_ranks(ranks: int) -> None:
-    """Processes of this machine must be all cores or whole chips of 4 (`trainium_facts` 4a: AWS's setup, measured)."""
+    """Processes of this machine must be all cores or whole chips of 4 (device_facts#process-groups)."""
     if ranks not in (4, 16, 64):
         raise ValueError(
             f"{ranks} processes on this machine: Neuron needs one per logical core, 64 on a trn2.48xlarge, or whole "
@@ -144,9 +145,9 @@ def check_neuron_ranks(ranks: int) -> None:
 
 
 def pin_to_numa_node(local_rank: int) -> None:
-    """Keep this rank on the CPUs beside its chip; without it throughput was seen to halve (`trainium_facts` 9.18).
+    """Keep this rank on the CPUs beside its chip; without it throughput was seen to halve (device_facts#numa).
 
-    The map is a public measurement of one trn2.48xlarge (`trainium_facts` 3), so it applies to 192 CPUs only. Rank r
+    The map is a public measurement of one trn2.48xlarge, so it applies to 192 CPUs only. Rank r
     has core r, four cores are a chip. NUMA_PINNING=0 turns it off.
     """
     if os.cpu_count() != 192 or os.environ.get("NUMA_PINNING") == "0" or not hasattr(os, "sched_setaffinity"):
@@ -250,7 +251,7 @@ def build_mesh(config: Config, world_size: int) -> Any:
     """torchtitan's ParallelDims with the axes dp_replicate, fsdp, tp (and efsdp, ep).
 
     `partial_dtensor` keeps data-parallel axes out of the activations' DTensors: it is the backend that trains on CPU,
-    and the closest to what AWS runs (`trainium_facts` 6b).
+    and the closest to what AWS runs (device_facts#torchtitan-on-neuron).
     """
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed.utils import set_spmd_backend

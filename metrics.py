@@ -109,7 +109,7 @@ def peak_memory_gib(device: torch.device) -> float | None:
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes on macOS, KiB on Linux
     module = getattr(torch, device.type)
     if hasattr(module, "synchronize"):
-        module.synchronize()  # counters lag on Neuron (`trainium_facts` 2)
+        module.synchronize()  # counters lag on Neuron (device_facts#counters-lag)
     if hasattr(module, "max_memory_allocated"):
         return module.max_memory_allocated() / 2**30
     stats = module.memory_stats() if hasattr(module, "memory_stats") else {}
@@ -132,7 +132,7 @@ def start_profiler(config: Config, folder: Path, start: int) -> torch.profiler.p
 
     On Neuron this shows the host only. The documented way to see the device is activities [CPU, PrivateUse1] with a
     NeuronConfig (torch_neuronx.profiling; its DEVICE mode takes about 5 GB of HBM), whose output the Neuron Explorer
-    opens (`trainium_facts` 7). It was never run here, so it is described and not called.
+    opens (device_facts#profiling). It was never run here, so it is described and not called.
     """
     p = config.profiling
     if not p.enable or dist.get_rank() != 0:

@@ -146,7 +146,7 @@ def check_shapes(
                 f"{needed:,} bytes of SBUF per partition",
                 f"trn2 has {SBUF_BYTES:,}. Use smaller blocks if the sizes are yours to choose, else another path",
             )
-    # Dynamic offsets inside one HBM tensor are 32-bit byte offsets (NKI documentation of `scalar_load`).
+    # Dynamic offsets inside one HBM tensor are 32-bit byte offsets (device_facts#nki-offsets).
     slots = num_blocks(n_tokens, top_k, n_local_experts, n_experts, block_tokens) * block_tokens
     largest = 2 * max(slots * max(hidden, expert_width), n_local_experts * hidden * expert_width)
     if largest >= 2**32:
@@ -228,7 +228,7 @@ def build_slots(
     topk_weights_TK  [T, K] float; gradients flow through `weight_NB` back to it
 
     No sort: a pair's place inside its expert is a running count over a one-hot table. int32 and fp32 throughout
-    (fp64 stays fp64), because the device has no 64-bit arithmetic. Shapes depend on sizes only.
+    (fp64 stays fp64): the device has no 64-bit arithmetic (device_facts#no-64-bit). Shapes depend on sizes only.
     """
     (T, K), E, B = topk_ids_TK.shape, n_local_experts, block_tokens
     if B not in BLOCK_TOKENS:
@@ -317,8 +317,7 @@ def _unwritten(like: Tensor, *shape: int) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------------
 # Shared by the kernels
 # ------------------------------------------------------------------------------------------------------------------
-# Device rules that shape all four, from the NKI guides on loops, access patterns and LNC, and from public notes of
-# people who ran kernels on trn2:
+# Device rules that shape all four (device_facts#nki-loops, device_facts#nki-offsets):
 #   - a device loop over visits, whose trip count is data; no arithmetic on its variable, so every table is shaped
 #     such that `scalar_offset` times a row is the place wanted;
 #   - what outlives a visit (weights, sums) is in SBUF outside the loop; PSUM tiles are allocated inside it;

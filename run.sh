@@ -105,23 +105,23 @@ default() { # NAME VALUE: export it unless the user has
 variables() { # processes on this machine
   local cores cache="${XDG_CACHE_HOME:-$HOME/.cache}/neuron"
   if [ -e /dev/neuron0 ]; then
-    # Section of trainium_facts, and its public source. Pinning to NUMA nodes is per rank: see common.py.
-    # 9.18 (measured on trn2): 64 processes share 192 vCPUs; with more threads the throughput decays
+    # Names of docs/device_facts.md. Pinning to NUMA nodes is per rank: see common.py.
+    # device_facts#numa: 64 processes share 192 vCPUs; with more threads the throughput decays
     default OMP_NUM_THREADS 2
-    # 4a (AWS's torchtitan tutorial): cores of the whole launch. Never NEURON_RT_VISIBLE_CORES: init_process_group sets
+    # device_facts#visible-cores: cores of the whole launch. Never NEURON_RT_VISIBLE_CORES: init_process_group sets
     # it on each rank, and torchtitan misjudges the device if it is there before
     default NEURON_RT_NUM_CORES "$1"
-    # 5 (TorchNeuron source): compiled graphs; the default in /tmp is gone after a reboot, and compiling takes minutes
+    # device_facts#compile-caches: compiled graphs; the default in /tmp is gone after a reboot, and compiling takes minutes
     default TORCH_NEURONX_NEFF_CACHE_DIR "$cache/neff"
     default TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR "$cache/neff_local"
-    # 5 (TorchNeuron source): NKI kernels have a cache of their own
+    # device_facts#compile-caches: NKI kernels have a cache of their own
     default NKI_COMPILE_CACHE_URL "$cache/nki"
-    # 2 (measured on trn2): without it memory fragments, and step 2 fails where step 1 fitted
+    # device_facts#segment-allocator: without it memory fragments, and step 2 fails where step 1 fitted
     default TORCH_NEURONX_SEGMENT_ALLOCATOR_CONFIG kMaxSplitSizeBytes=268435456,kMaxNonSplitRoundingBytes=67108864
     # torchrun kills 30 s after SIGTERM; a big model needs longer to finish the step and save
     default TORCH_ELASTIC_SHUTDOWN_TIMEOUT 120
     if [ "$NNODES" != 1 ]; then
-      # 4d (Neuron documentation, TorchNeuron source): EFA with RDMA between nodes, safe for forked data loader workers
+      # device_facts#efa: EFA with RDMA between nodes, safe for forked data loader workers
       default FI_PROVIDER efa
       default FI_EFA_USE_DEVICE_RDMA 1
       default FI_EFA_FORK_SAFE 1

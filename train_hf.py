@@ -254,8 +254,8 @@ def shard_model(model: nn.Module, dims, config: Config) -> None:
     fully_shard(model.model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # No division by the number of ranks (we divide the loss by the global token count), and a plain sum for
-            # it: PREMUL_SUM is not in gloo and costs a copy on Neuron (`trainium_facts` 4b).
+            # No division by the number of ranks (clip_grad_norm divides by the global token count), and a plain sum
+            # for it instead of PREMUL_SUM (device_facts#premul-sum).
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -171,9 +171,9 @@ def model_config(c, seq_len: int, document_mask: bool) -> Qwen3Model.Config:
 def build_model(hf_config, config: Config) -> Qwen3Model:
     """The model on the meta device: shapes only, no memory."""
     if common.DEVICE_TYPE == "neuron":
-        # sdpa_kernel must leave the device's own backend on (`trainium_facts` 6b)
+        # sdpa_kernel must leave the device's own backend on (device_facts#torchtitan-on-neuron)
         ScaledDotProductAttention.sdpa_backends = [SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
-        if getattr(hf_config, "num_experts", 0):
+        if getattr(hf_config, "num_experts", 0):  # device_facts#grouped-matmul
             raise ValueError(
                 "the native path does not run MoE models on Neuron: torchtitan's token dispatch has data-dependent "
                 "shapes there. Use ./run.sh nki_moe with the same TOML file"
@@ -269,8 +269,8 @@ def shard_model(model: Qwen3Model, dims, config: Config) -> None:
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # torchtitan asks for no division (we divide the loss by the global token count), which FSDP2 would do with
-            # PREMUL_SUM: gloo lacks it and Neuron pays a copy for it. A plain sum is the same (`trainium_facts` 4b).
+            # torchtitan asks for no division (clip_grad_norm divides by the global token count), which FSDP2 would do
+            # with PREMUL_SUM. A plain sum is the same (device_facts#premul-sum).
             module.set_force_sum_reduction_for_comms(True)
 
 

@@ -94,7 +94,7 @@ class ExpertWeights(GroupedExperts):
     The tensor engine contracts over rows: backward takes the parameters as they are, forward their transposes. Each
     rank transposes its own shard once per step, and FSDP gathers both. For Qwen3-30B-A3B at FSDP 16 x TP 4 by formula:
     0.84 GiB a rank kept, 19 MB a layer transposed in each step, and 302 MB more a layer in each all-gather, 1.1 ms at
-    the links' peak (`trainium_facts` 3: 1,024 GB/s a chip, AWS Trainium2 documentation). To transpose what was gathered
+    the links' peak (device_facts#chip). To transpose what was gathered
     would move 604 MB of HBM in every forward pass, recomputed ones too; to keep that would take 13.5 GiB a rank.
     """
 
@@ -262,7 +262,7 @@ def build_model(hf_config, config: Config) -> Qwen3Model:
     """The model on the meta device: shapes only, no memory."""
     t, p = config.training, config.parallelism
     if common.DEVICE_TYPE == "neuron":
-        # sdpa_kernel must leave the device's own backend on (`trainium_facts` 6b)
+        # sdpa_kernel must leave the device's own backend on (device_facts#torchtitan-on-neuron)
         ScaledDotProductAttention.sdpa_backends = [SDPBackend.OVERRIDEABLE, SDPBackend.MATH]
     if not getattr(hf_config, "num_experts", 0):
         raise ValueError(f"{config.model.path} is a dense model and has no experts: use ./run.sh native or ./run.sh hf")
@@ -371,8 +371,8 @@ def shard_model(model: Qwen3Model, dims, config: Config) -> None:
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # torchtitan asks for no division (we divide the loss by the global token count), which FSDP2 would do with
-            # PREMUL_SUM: gloo lacks it and Neuron pays a copy for it. A plain sum is the same (`trainium_facts` 4b).
+            # torchtitan asks for no division (clip_grad_norm divides by the global token count), which FSDP2 would do
+            # with PREMUL_SUM. A plain sum is the same (device_facts#premul-sum).
             module.set_force_sum_reduction_for_comms(True)
 
 

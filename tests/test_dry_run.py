@@ -27,7 +27,7 @@ import nki_moe_kernels as kernels
 from tools import dry_run
 
 SHIPPED = sorted((REPO / "configs").glob("*.toml"))
-# GiB a rank of trainium_facts 8, where memory was added up by hand
+# GiB a rank by device_facts#memory-formulas, added up by hand
 TABLE = {"0.6b": 4.7, "1.7b": 7.8, "4b": 7.5, "8b": 7.3, "14b": 10.9, "32b": 11.2, "8b_2nodes": 7.3}
 TP, FSDP = "--parallelism.tensor_parallel_degree", "--parallelism.data_parallel_shard_degree"
 

@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
-# Packages of these names on the public index install, and fail on import (trainium_facts 1: torch-neuronx 1.0 was
-# unpacked; of the other two only the version was seen).
+# Packages of these names on the public index install, and fail on import (device_facts#placeholder-packages).
 PLACEHOLDERS = {"torch-neuronx": "1.0", "nki": "0.0.1", "neuronx-cc": "1.0.post1"}
 # name: (first version, first version too new). torchtitan is pinned exactly: its internals are used.
 SUPPORTED = {"torch": ((2, 13), (2, 15)), "transformers": ((5, 24), (6,)), "torchtitan": ((0, 3, 0), (0, 3, 1))}
-CORES_PER_CHIP = 4  # logical, at the default NEURON_LOGICAL_NC_CONFIG=2 (trainium_facts 3: Neuron documentation)
-HBM_GIB_PER_CORE = 24  # trainium_facts 3: 96 GiB a chip (Neuron documentation)
-CHIPS = {"trn2.48xlarge": 16, "trn2u.48xlarge": 16}  # trainium_facts 3: Neuron documentation
+CORES_PER_CHIP = 4  # logical, at the default NEURON_LOGICAL_NC_CONFIG=2 (device_facts#chip)
+HBM_GIB_PER_CORE = 24  # device_facts#chip
+CHIPS = {"trn2.48xlarge": 16, "trn2u.48xlarge": 16}  # device_facts#chip
 NEURON_ENVIRONMENT = (
     "Activate the environment of the Neuron machine image, on the AWS image 'Deep Learning AMI Neuron torch-neuronx "
     "2.14.0': source /opt/aws_neuronx_venv_torch_neuronx_2_14_0/bin/activate"
@@ -60,7 +59,7 @@ def is_placeholder(facts: dict[str, Any], name: str) -> bool:
 
 
 def is_native_neuron(facts: dict[str, Any]) -> bool:
-    """Whether torch-neuronx is one with the native `neuron` device: 2.13 or 2.14 (trainium_facts 1: release notes)."""
+    """Whether torch-neuronx has the native `neuron` device: from 2.13 on (device_facts#native-torch-neuronx)."""
     version = facts["versions"].get("torch-neuronx")
     return bool(version) and not is_placeholder(facts, "torch-neuronx") and version_tuple(version) >= (2, 13)
 

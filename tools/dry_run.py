@@ -17,11 +17,11 @@ import nki_moe_kernels as kernels
 from tools.doctor import HBM_GIB_PER_CORE
 
 # Counted bytes that leave room for what is not counted: microcode, compiled programs and their constants, buffers of
-# collectives, scratchpad, fragmentation. Out of memory was seen at 21.9 of 24 GiB (trainium_facts 3 and 8: public
-# measurements of trn2, Neuron documentation).
+# collectives, scratchpad, fragmentation. Out of memory was seen at 21.9 of 24 GiB
+# (device_facts#memory-ceiling).
 PLAN_GIB, CEILING_GIB = 16.0, 21.9
 # (ranks, distance between them) of process groups that ran on trn2: TP in a chip, pairs, four chips, one core of every
-# chip, the instance (trainium_facts 4b: AWS's recipes and public measurements).
+# chip, the instance (device_facts#process-groups).
 KNOWN_GROUPS = {(2, 1), (4, 1), (16, 1), (16, 4), (64, 1)}
 
 
@@ -81,7 +81,7 @@ def memory_rule(needed: float, parameters: int, config: Any, dims: Any) -> tuple
 
 
 def memory(path: str, config: Any, hf_config: Any, model: Any, dims: Any) -> dict[str, int]:
-    """Bytes of this rank by purpose: `state_bytes` exactly, the others by formulas (trainium_facts 8, corrected)."""
+    """Bytes of this rank by purpose: `state_bytes` exactly, the others by formulas (device_facts#memory-formulas)."""
     compute = 2 if config.training.mixed_precision_param == "bfloat16" else 4
     blocks, outside, head = fsdp_groups(model, hf_config, dims.tp)
     # Gathered at once: the block at work, the one fetched ahead, embedding and head. A tied weight counts twice: FSDP2
@@ -143,8 +143,7 @@ def unsharded_numel(parameter: Any) -> int:
 def activation_bytes(path: str, config: Any, hf_config: Any, tp: int) -> dict[str, int]:
     """Bytes of activations of one micro-step, by purpose; their peaks are added although they differ in time.
 
-    Formulas of trainium_facts 8 (Megatron's activation accounting, arXiv:2205.05198, with torchtitan's checkpointing
-    policies), corrected for this code: `block_bytes` and the loss below.
+    Formulas of device_facts#memory-formulas, corrected for this code: `block_bytes` and the loss below.
     """
     c, t = hf_config, config.training
     w = 2 if t.mixed_precision_param == "bfloat16" else 4
@@ -247,16 +246,16 @@ def device_rules(path: str, config: Any, hf_config: Any, model: Any, dims: Any) 
 
     if not is_for_neuron(config):
         return rules
-    # trainium_facts 2 (TorchNeuron source): what its attention kernels take; all else computes dense L x L scores.
+    # device_facts#attention-kernel: what the kernels take; all else computes dense L x L scores.
     rule("attention", t.seq_len % 512 == 0, f"[training] seq_len = {t.seq_len}", "must be a multiple of 512")
     rule("attention", c.head_dim <= 128, f"head_dim = {c.head_dim}", "must be at most 128")
-    if t.seq_len > 4096:
+    if t.seq_len > 4096:  # device_facts#long-sequences
         note("attention", "one public report has NaN gradients from sequences above about 5000 tokens")
     if config.data.document_mask:
         scores = t.local_batch_size * c.num_attention_heads // tp * t.seq_len**2 * 4 / 2**30
         text = "a mask leaves the kernel for the dense path: slow, and not counted above are"
         note("attention", f"[data] document_mask = true: {text} {scores:.1f} GiB for one fp32 copy of a layer's scores")
-    # trainium_facts 3 and 4: a chip has 4 logical cores, and process groups should have a shape that is known to run.
+    # device_facts#chip: 4 logical cores. device_facts#process-groups: groups should have a shape that is known to run.
     nodes = int(os.environ.get("NNODES") or 1)
     cores = dims.world_size // nodes
     rule("processes", cores in (4, 16, 64), f"{cores} on a node", "must be 64, or whole chips: 4 or 16")
@@ -268,7 +267,7 @@ def device_rules(path: str, config: Any, hf_config: Any, model: Any, dims: Any) 
         elif size > 1:
             known = "; ".join(f"{a}, {b} apart" for a, b in sorted(KNOWN_GROUPS))
             rule(f"{name} group", (size, apart) in KNOWN_GROUPS, text, f"known to run are {known}")
-    # trainium_facts 4b (TorchNeuron source): collectives above 512 MiB are split, those of 4 GiB failed.
+    # device_facts#collective-size: collectives above 512 MiB are split, those of 4 GiB failed.
     blocks, outside, head = fsdp_groups(model, c, tp)
     largest = max(*blocks, outside if c.tie_word_embeddings else head) * 4 / 2**30
     rule(

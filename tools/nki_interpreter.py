@@ -44,13 +44,13 @@ import ml_dtypes
 import numpy as np
 import torch
 
-PARTITIONS = 128
+PARTITIONS = 128  # this and the next lines: device_facts#nki-limits
 SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520  # usable per partition: what nkilib's MoE backward budgets
 PSUM_BANKS, BANK_BYTES = 8, 2048  # per partition
 MATMUL_K, MATMUL_M, MATMUL_N = 128, 128, 512
 STEP_LIMIT = 2**16  # steps and sizes of on-chip access patterns are 16-bit fields
 
-# Rates of one physical core: the trn2 architecture guide and the DMA bandwidth guide of the Neuron documentation.
+# Rates of one physical core: device_facts#nki-rates.
 TENSOR_HZ, VECTOR_HZ, SCALAR_HZ = 2.4e9, 0.96e9, 1.2e9
 SCALAR_FIXED_S, GATHER_FIXED_S = 0.2e-6, 1e-6  # per Scalar instruction; GpSimd time to describe one gather
 HBM_BYTES_PER_S = 368e9
