@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from common import (
     replace_folder,
     to_local,
 )
-from configs.schema import Config, toml_text
+from configs.schema import Config, changes_on_resume, toml_text
 
 import torch
 import torch.distributed as dist
@@ -316,12 +317,13 @@ def run_record() -> dict[str, Any]:
 
 def save_checkpoint(
     folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, train_state: dict[str, Any],
-    identity: dict[str, Any], keep: int, cpu_group: dist.ProcessGroup,
+    identity: dict[str, Any], config: Config, cpu_group: dist.ProcessGroup,
 ) -> None:  # fmt: skip
-    """Write step-N.tmp, rename it to step-N when complete, then remove the oldest ones beyond `keep`.
+    """Write step-N.tmp, rename it to step-N when complete, then remove the oldest ones beyond keep_latest_k.
 
-    meta.json lists every file with its size, so that a folder that lost a part is recognised.
+    meta.json lists every file with its size, so that a folder that lost a part is recognised, and the configuration.
     """
+    keep = config.checkpoint.keep_latest_k
     final, temporary = folder / f"step-{step}", folder / f"step-{step}.tmp"
     if dist.get_rank() == 0:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -332,6 +334,7 @@ def save_checkpoint(
         torch.save(train_state, temporary / "train_state.pt")
         sizes = {str(f.relative_to(temporary)): f.stat().st_size for f in sorted(temporary.rglob("*")) if f.is_file()}
         meta = {"step": step, "identity": identity, "files": sizes, "world_size": dist.get_world_size()}
+        meta["config"] = asdict(config)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
         replace_folder(temporary, final)
         complete = [s for s, problem in list_checkpoints(folder) if problem is None]
@@ -361,7 +364,7 @@ def list_checkpoints(folder: Path) -> list[tuple[int, str | None]]:
 def _checkpoint_problem(entry: Path) -> str | None:
     try:
         meta = json.loads((entry / "meta.json").read_text())
-        files, _ = meta["files"].items(), meta["identity"]
+        files, *_ = meta["files"].items(), meta["identity"], meta["config"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "no readable meta.json"
     for name, size in files:
@@ -402,23 +405,31 @@ def find_checkpoint(folder: Path, config: Config, identity: dict[str, Any], sour
             f"[checkpoint] load_step = {step}: {folder} holds later checkpoints {[s for s in complete if s > step]}, "
             f"and the next start would resume from those. Move them away first, or use another --job.dump_folder"
         )
-    saved = json.loads((path / "meta.json").read_text())["identity"]
+    meta = json.loads((path / "meta.json").read_text())
+    saved = meta["identity"]
     if saved != identity:
         names = sorted(k for k in {*saved, *identity} if saved.get(k) != identity.get(k))
         differ = "; ".join(f"{k}: {saved.get(k)} there, {identity.get(k)} here" for k in names)
         raise RuntimeError(f"{path} belongs to another run ({differ}); choose another --job.dump_folder or remove it")
-    log(f"start        resumed from {path}; not used: {source}")
+    changed = changes_on_resume(meta["config"], config)
+    log(f"start        resumed from {path}; not used: {source}" + (f"; changed: {changed}" if changed else ""))
     return path
 
 
 def load_checkpoint(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, cpu_group: dist.ProcessGroup
 ) -> dict[str, Any]:
-    """Restore model and optimizer in place, on any mesh; returns the train_state that was saved."""
+    """Restore model and optimizer in place, on any mesh; returns the train_state that was saved.
+
+    The optimizer's settings stay those of the configuration: only its moments are restored.
+    """
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     state = _model_and_optimizer(model, optimizer)
     dcp.load(state, checkpoint_id=path, process_group=cpu_group)  # strict: a missing tensor is an error
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))  # lacks the frozen copies
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    for group, ours in zip(optimizer.param_groups, settings, strict=True):
+        group.update(ours)
     return torch.load(path / "train_state.pt", weights_only=True)
 
 

@@ -24,6 +24,7 @@ Shape suffixes: B batch, L sequence, D model dim, K experts per token, E experts
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import common
 import loop
@@ -314,11 +315,11 @@ def main(config: Config) -> None:
         return dry_run.report(PATH, config, hf_config, model, dims)
 
     # 5. Weights: a Hugging Face folder, or seeded random ones.
-    run_folder = loop.prepare_run_folder(config, PATH, cpu_group)
     materialize(model, device)
     identity = loop.run_identity(PATH, hf_config)
-    checkpoints = run_folder / "checkpoints"
+    checkpoints = Path(config.job.dump_folder) / PATH / "checkpoints"
     resume = loop.find_checkpoint(checkpoints, config, identity, folder)
+    run_folder = loop.prepare_run_folder(config, PATH, cpu_group)
     if resume is None and config.model.init == "random":
         common.random_weights(model, hf_pieces, hf_config, config.debug.seed)
     elif resume is None:
@@ -348,8 +349,7 @@ def main(config: Config) -> None:
         if config.checkpoint.enable and step > start and (last or step % config.checkpoint.interval == 0):
             # Saved before anything else: an error in validation must not lose the steps.
             state = {"step": step, "data": data.state_dict(), "rng": torch.get_rng_state()}
-            keep = config.checkpoint.keep_latest_k
-            loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, keep, cpu_group)
+            loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, config, cpu_group)
             log(f"checkpoint   {checkpoints / f'step-{step}'}")
         due = config.validation.freq and step % config.validation.freq == 0 and step > start
         if validation and not stop and (last or due):

@@ -194,6 +194,28 @@ class Config:
     dry_run: bool = False  # build and shard on a fake process group of all ranks, print what one rank needs, stop
 
 
+# What a checkpoint does about a key whose value is another one when a run continues from it. The file always decides:
+# "refused" ends the start, "free" acts from the next step on and is named in one line, "no matter" changes no number.
+ON_RESUME = {
+    "refused": """
+        data.format data.text_column data.split data.streaming data.shuffle training.seq_len optimizer.name debug.seed
+    """,
+    "free": """
+        model.path data.path data.document_mask training.local_batch_size training.global_batch_size training.steps
+        training.max_norm training.mixed_precision_param optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps
+        optimizer.weight_decay lr_scheduler.warmup_steps lr_scheduler.decay_ratio lr_scheduler.decay_type
+        lr_scheduler.min_lr_factor validation.path validation.freq validation.steps export.enable export.dtype
+        moe.router_aux_loss_coef
+    """,
+    "no matter": """
+        job.dump_folder launch.nproc_per_node model.init parallelism.data_parallel_replicate_degree
+        parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree parallelism.enable_sequence_parallel
+        parallelism.expert_parallel_degree parallelism.fsdp_reshard_after_forward checkpoint.enable checkpoint.interval
+        checkpoint.keep_latest_k checkpoint.load_step activation_checkpoint.mode compile.enable compile.backend
+        metrics.log_freq metrics.enable_tensorboard profiling.enable profiling.step profiling.steps sample.prompt
+        sample.max_new_tokens nki.kernels nki.block_tokens comm.timeout_seconds
+    """,
+}
 PATH_KEYS = (("job", "dump_folder"), ("model", "path"), ("data", "path"), ("validation", "path"))
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -322,6 +344,27 @@ def check_config(config: Config) -> None:
         raise ValueError(f"[debug] seed = {config.debug.seed}: must be from 0 to 2**32 - 1")
     if config.data.streaming and config.data.shuffle:
         raise ValueError("[data] streaming = true needs shuffle = false: a stream is read in its own order")
+
+
+def changes_on_resume(saved: dict[str, Any], config: Config) -> str:
+    """What differs between the configuration of a checkpoint and this one, for the log; "" if nothing that acts.
+
+    Raises ValueError for keys that must stay as they were.
+    """
+    now, found = dataclasses.asdict(config), {}
+    for group in ("refused", "free"):
+        pairs = [key.split(".") for key in ON_RESUME[group].split()]
+        found[group] = ", ".join(
+            f"[{section}] {key} {saved[section][key]!r} -> {now[section][key]!r}"
+            for section, key in pairs
+            if saved[section][key] != now[section][key]
+        )
+    if found["refused"]:
+        raise ValueError(
+            f"the checkpoint was written with other settings that cannot change in the middle of a run: "
+            f"{found['refused']}. Put them back, or start a new run (--job.dump_folder) from the exported folder"
+        )
+    return found["free"]
 
 
 def toml_text(config: Config) -> str:

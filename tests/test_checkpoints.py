@@ -1,6 +1,7 @@
 """Resume: bit for bit on the same mesh, without gap or repeat on another; never from something half-written."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -19,7 +20,17 @@ from configs import schema
 
 import pytest
 import torch
-from conftest import ONE_PER_PATH, REPO, JobError, make_config, make_model, refused, relative_error
+from conftest import (
+    ONE_PER_PATH,
+    REPO,
+    TOKENIZER,
+    JobError,
+    hf_oracle,
+    make_config,
+    make_model,
+    refused,
+    relative_error,
+)
 
 ADAM = dict(name="AdamW", lr=1e-2, weight_decay=0.1)
 TP2 = dict(tensor_parallel_degree=2)
@@ -254,13 +265,73 @@ def test_changed_data_is_refused(train, models, rows, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("shuffle", "seed", "now"), [(False, 42, "as in the files"), (True, 43, "seed = 43")])
-def test_another_order_of_the_rows_is_refused(train, models, rows, tmp_path, shuffle, seed, now):
-    sections = dict(checkpoint=dict(enable=True), folder=tmp_path / "run")
-    train("native", models["D0"], data=dict(path=str(rows), shuffle=True), **sections)
-    again = dict(training=dict(steps=2), data=dict(path=str(rows), shuffle=shuffle), debug=dict(seed=seed))
-    words = ("order of rows was shuffled from [debug] seed = 42", now)
-    refused(lambda: train("native", models["D0"], **again, **sections), *words)
+# ----- other settings than those of the checkpoint (FN-07) -----
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "before", "after"),
+    [
+        ("data", "shuffle", True, False),
+        ("debug", "seed", 42, 43),
+        ("optimizer", "name", "SGD", "AdamW"),
+        ("training", "seq_len", 32, 64),
+    ],
+)
+def test_what_cannot_change_in_the_middle_of_a_run_is_refused(
+    train, models, rows, tmp_path, section, key, before, after
+):
+    sections = dict(data=dict(path=str(rows), shuffle=True), checkpoint=dict(enable=True))
+    first = train("native", models["D0"], folder=tmp_path / "run", **sections)
+    written = (first.folder / "config.toml").read_text()
+    sections = {**sections, "training": dict(steps=2)}
+    sections[section] = {**sections.get(section, {}), key: after}
+    words = (f"[{section}] {key} {before!r} -> {after!r}", "--job.dump_folder")
+    refused(lambda: train("native", models["D0"], folder=tmp_path / "run", **sections), *words)
+    assert (first.folder / "config.toml").read_text() == written
+
+
+@pytest.mark.parametrize(("path", "name", "world"), [("native", "D0t", 1), ("hf", "D0", 2)])
+def test_the_file_decides_over_the_optimizer_settings_of_the_checkpoint(
+    train, models, rows, tmp_path, path, name, world
+):
+    """Weights after 2 + 2 steps against torch's own AdamW on the Hugging Face model, changed between."""
+    old = dict(name="AdamW", lr=1e-2, weight_decay=0.0, beta1=0.9, beta2=0.95, eps=1e-8)
+    new = dict(name="AdamW", lr=3e-3, weight_decay=9.0, beta1=0.5, beta2=0.6, eps=1e-3)
+    sections = dict(data=dict(path=str(rows)), checkpoint=dict(enable=True), folder=tmp_path / "run")
+    train(path, models[name], world, optimizer=old, training=dict(steps=2), **sections)
+    run = train(path, models[name], world, optimizer=new, training=dict(steps=4), **sections)
+    changed = "changed: [training] steps 2 -> 4, [optimizer] lr 0.01 -> 0.003, [optimizer] beta1 0.9 -> 0.5"
+    assert changed in run.log
+
+    model = hf_oracle(models[name])
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    adam = torch.optim.AdamW([{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim == 1]}])
+    config = make_config(model=dict(path="x"), data=dict(path=str(rows)))
+    data = common.PackedText(config, str(rows), TOKENIZER(), 0, 1)
+    for step in range(4):
+        o = old if step < 2 else new
+        for group, decay in zip(adam.param_groups, (o["weight_decay"], 0.0), strict=True):
+            group |= dict(lr=o["lr"], betas=(o["beta1"], o["beta2"]), eps=o["eps"], weight_decay=decay)
+        batches, counted = data.next_step()
+        for b in batches:
+            mask = common.document_mask(b.positions)
+            logits = model(input_ids=b.input_ids.long(), position_ids=b.positions, attention_mask=mask).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), b.labels.long().flatten(), reduction="sum")
+            (loss / counted).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        adam.step()
+        adam.zero_grad()
+    exported = run.tensors()
+    for tensor, w in model.named_parameters():
+        if tensor in exported:
+            assert relative_error(exported[tensor], w.detach()) < 1e-4, tensor
+
+
+def test_every_key_of_the_schema_is_in_one_group_on_resume():
+    keys = [key for group in schema.ON_RESUME.values() for key in group.split()]
+    config = dataclasses.asdict(schema.Config())
+    known = [f"{section}.{key}" for section, table in config.items() if isinstance(table, dict) for key in table]
+    assert sorted(keys) == sorted(known)
 
 
 @pytest.mark.parametrize("path", ["native", "hf"])
