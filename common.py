@@ -360,10 +360,12 @@ def fetch_model(path: str, need_weights: bool = True, dry_run: bool = False) -> 
         with FileLock(lock):
             return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub's, the network's or the disk's: the ways out are the same
+        known = sorted(f"Qwen/{f.parent.name}" for f in REPO.glob("configs/hf/*/config.json"))
         raise RuntimeError(
             f"[model] path = {path!r}: not in the hub cache ({constants.HF_HUB_CACHE}) and the download failed "
             f"({type(error).__name__}). Either connect this machine to the Hugging Face hub (HF_HUB_OFFLINE must be "
             f"unset), or copy the model folder here and set --model.path to it."
+            + (f" A dry run knows without a network: {', '.join(known)}" if dry_run else "")
         ) from error
 
 
@@ -826,6 +828,12 @@ class HFFolder:
         wrong += [
             f"{n} holds {fused_count[n]} experts, not {experts[n]}" for n in self.fused if experts[n] != fused_count[n]
         ]
+        backbone = {name for name in missing if name.startswith("model.")}
+        if backbone and all(name.removeprefix("model.") in self.file_of for name in backbone):
+            raise ValueError(
+                f"{self.folder}: its tensors are named as in Qwen3-Embedding, without `model.` and without a language "
+                f"head. Train from the language model of that size, such as Qwen/Qwen3-0.6B"
+            )
         for what, names in (("missing", missing), ("unexpected", unexpected), ("of the wrong shape", wrong)):
             if names:
                 some = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
@@ -1014,8 +1022,9 @@ def _write_config_json(source: Path, out: Path, out_dtype: dict[str, torch.dtype
         counts[name] = counts.get(name, 0) + 1
     main = max(counts, key=counts.get)
     if (raw.get("dtype") or raw.get("torch_dtype")) != main:
-        raw.pop("torch_dtype", None)
-        text = json.dumps({**raw, "dtype": main}, indent=2) + "\n"
+        # Servers look for the key that they know: those of the source keep their names.
+        keys = [key for key in ("dtype", "torch_dtype") if key in raw] or ["dtype"]
+        text = json.dumps(raw | dict.fromkeys(keys, main), indent=2) + "\n"
     (out / "config.json").write_text(text, encoding="utf-8")
 
 

@@ -225,13 +225,13 @@ def load_balancing_loss(layers: list[Routing], real_N: torch.Tensor, group: dist
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW or SGD over the sharded fp32 parameters; norm weights (1-D) are not decayed."""
+    """AdamW or SGD over the sharded fp32 parameters; norm weights (1-D) are not decayed, embeddings if asked for."""
     o = config.optimizer
-    parameters = [p for _, p in named_parameters(model)]
-    groups = [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": o.weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    decayed, others = [], []
+    for name, p in named_parameters(model):
+        spared = p.ndim <= 1 or (not o.decay_embeddings and re.search(r"embed|lm_head", name))
+        (others if spared else decayed).append(p)
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": others, "weight_decay": 0.0}]
     if o.name == "SGD":
         return torch.optim.SGD(groups, lr=o.lr, foreach=True)
     return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)

@@ -81,6 +81,7 @@ class Optimizer:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1  # on matrices; norm weights are not decayed
+    decay_embeddings: bool = True  # false: not on embedding and output layer, whose rows shrink even if never used
 
 
 @dataclass
@@ -203,9 +204,9 @@ ON_RESUME = {
     "free": """
         model.path data.path data.document_mask training.local_batch_size training.global_batch_size training.steps
         training.max_norm training.mixed_precision_param optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps
-        optimizer.weight_decay lr_scheduler.warmup_steps lr_scheduler.decay_ratio lr_scheduler.decay_type
-        lr_scheduler.min_lr_factor validation.path validation.freq validation.steps export.enable export.dtype
-        moe.router_aux_loss_coef
+        optimizer.weight_decay optimizer.decay_embeddings lr_scheduler.warmup_steps lr_scheduler.decay_ratio
+        lr_scheduler.decay_type lr_scheduler.min_lr_factor validation.path validation.freq validation.steps
+        export.enable export.dtype moe.router_aux_loss_coef
     """,
     "no matter": """
         job.dump_folder launch.nproc_per_node model.init parallelism.data_parallel_replicate_degree

@@ -327,6 +327,24 @@ def test_the_file_decides_over_the_optimizer_settings_of_the_checkpoint(
             assert relative_error(exported[tensor], w.detach()) < 1e-4, tensor
 
 
+@pytest.mark.parametrize(("path", "name"), [("native", "D0"), ("hf", "M0"), ("nki_moe", "M128")])
+def test_without_decay_the_embedding_rows_of_tokens_that_never_occur_stay(train, models, rows, tmp_path, path, name):
+    """They get no gradient: decay alone shrinks them by 1 - lr * decay in each step (FN-24). Switched on resume too."""
+    adam = dict(name="AdamW", lr=1e-2, weight_decay=0.1)
+    sections = dict(data=dict(path=str(rows)), checkpoint=dict(enable=True), folder=tmp_path / "run")
+    start = hf_oracle(models[name]).model.embed_tokens.weight.detach()
+    never = start.shape[0] - 20  # rows that the tokenizer does not have
+    first = train(path, models[name], 2, optimizer=adam, training=dict(steps=2), **sections)
+    decayed = first.tensors()["model.embed_tokens.weight"]
+    torch.testing.assert_close(decayed[never:], start[never:] * (1 - 1e-3) ** 2)
+    spared = adam | dict(decay_embeddings=False)
+    run = train(path, models[name], 2, optimizer=spared, training=dict(steps=4), **sections)
+    assert "[optimizer] decay_embeddings True -> False" in run.log
+    after = run.tensors()["model.embed_tokens.weight"]
+    assert not torch.equal(after[:never], decayed[:never])
+    assert torch.equal(after[never:], decayed[never:])
+
+
 def test_every_key_of_the_schema_is_in_one_group_on_resume():
     keys = [key for group in schema.ON_RESUME.values() for key in group.split()]
     config = dataclasses.asdict(schema.Config())

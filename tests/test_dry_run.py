@@ -5,6 +5,7 @@ import gc
 import importlib
 import io
 import os
+import re
 import time
 import weakref
 from pathlib import Path
@@ -114,6 +115,32 @@ def test_a_document_mask_is_a_note_on_neuron(dry):
     text, error, _ = dry("native", REPO / "configs/qwen3_8b.toml", "--data.document_mask", "True")
     assert error is None
     assert "document_mask = true: a mask leaves the kernel for the dense path" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "positions", "rope_base"),
+    [
+        ("4B-Instruct-2507", 262144, 5e6), ("4B-Thinking-2507", 262144, 5e6), ("30B-A3B-Instruct-2507", 262144, 1e7),
+        ("30B-A3B-Thinking-2507", 262144, 1e7), ("Coder-30B-A3B-Instruct", 262144, 1e7),
+        ("235B-A22B-Instruct-2507", 262144, 5e6), ("235B-A22B-Thinking-2507", 262144, 5e6), ("8B", 40960, 1e6),
+        *((f"{size}-Base", 32768, 1e6) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "30B-A3B")),
+    ],
+)  # fmt: skip
+def test_every_id_of_the_family_is_known_without_a_network(dry, name, positions, rope_base):
+    c = common.load_hf_config(REPO / "configs/hf" / f"Qwen3-{name}")
+    assert (c.max_position_embeddings, c.rope_parameters["rope_theta"]) == (positions, rope_base)
+    size = re.search(r"(\d[\d.]*B)(-A\d+B)?", name)[0]
+    like = common.load_hf_config(REPO / "configs/hf" / f"Qwen3-{size}")
+    assert metrics.parameter_counts(c) == metrics.parameter_counts(like)  # of experts only the width of experts counts
+    if size == "4B":
+        text, error, _ = dry("native", REPO / "configs/qwen3_4b.toml", "--model.path", f"Qwen/Qwen3-{name}")
+        assert error is None
+        assert f"configs/hf/Qwen3-{name}/config.json" in text
+
+
+def test_an_unknown_id_offline_names_those_that_a_dry_run_knows(dry):
+    _, error, _ = dry("native", REPO / "configs/qwen3_4b.toml", "--model.path", "Qwen/Qwen3-5B")
+    assert "Qwen/Qwen3-4B-Thinking-2507, Qwen/Qwen3-8B" in error
 
 
 @pytest.mark.parametrize(

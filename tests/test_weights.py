@@ -516,6 +516,29 @@ def test_extra_files_are_ignored_and_no_pickle_is_opened(train, models, tmp_path
     assert not (tmp_path / "opened").exists()
 
 
+@pytest.mark.parametrize("keys", [("torch_dtype",), ("dtype",), ("dtype", "torch_dtype"), ()])
+def test_an_export_in_another_dtype_names_it_under_the_keys_of_the_source(train, models, tmp_path, keys):
+    """Servers read the key that they know (FN-16)."""
+    source = shutil.copytree(models["D0"], tmp_path / "in")
+    config = json.loads((source / "config.json").read_text())
+    plain = {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")}
+    (source / "config.json").write_text(json.dumps(plain | dict.fromkeys(keys, "float32")))
+    run = train("native", source, training=dict(steps=0), export=dict(dtype="bfloat16"))
+    exported = json.loads((run.folder / "export" / "config.json").read_text())
+    assert exported == plain | dict.fromkeys(keys or ["dtype"], "bfloat16")
+
+
+@pytest.mark.parametrize("name", ["D0", "D0t"])
+def test_an_embedding_model_is_called_by_its_name(train, models, tmp_path, name):
+    """Qwen3-Embedding says Qwen3ForCausalLM, but has neither the prefix nor a head (FN-17)."""
+    source = shutil.copytree(models[name], tmp_path / "in")
+    tensors = load_file(source / "model.safetensors")
+    bare = {n.removeprefix("model."): w for n, w in tensors.items() if n != "lm_head.weight"}
+    save_file(bare, source / "model.safetensors", {"format": "pt"})
+    for path in ("native", "hf"):
+        refused(lambda path=path: train(path, source), "named as in Qwen3-Embedding", "language model of that size")
+
+
 def test_a_hub_id_offline_says_both_ways_out(train, monkeypatch):
     message = refused(lambda: train("native", "Qwen/Qwen3-0.6B", model=dict(path="Qwen/Qwen3-no-such")), "no-such")
     assert "connect" in message
