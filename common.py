@@ -2,7 +2,7 @@
 
 1. distributed     device, process group, mesh, SIGTERM, errors that reach the terminal
 2. model folder    hub download, config.json, the fields that we refuse
-3. data            documents -> packed sequences of exactly seq_len tokens, the same global order on every mesh
+3. data            token ids on disk -> sequences of exactly seq_len tokens, the same global order on every mesh
 4. safetensors     Hugging Face folder in, Hugging Face folder out, one tensor at a time, strict both ways
 
 A line lives here when all three scripts would hold it and a fix must reach all three. The parts of the loop itself are
@@ -14,7 +14,7 @@ Words: *axis* is an axis of the device mesh, *dim* is a dimension of a tensor.
 from __future__ import annotations
 
 import atexit
-import glob
+import functools
 import hashlib
 import importlib.util
 import json
@@ -29,13 +29,14 @@ import threading
 import traceback
 import types
 import warnings
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.schema import HUB_ID, NKI, Compile, Config, Data, MoE, Profiling, parse_config
+from dataset import Tokenized
 
 import numpy as np
 import torch
@@ -241,6 +242,8 @@ def log_unused(config: Config, hf_config: Any, path: str) -> None:
         "[parallelism] enable_sequence_parallel": p.tensor_parallel_degree == 1 and not p.enable_sequence_parallel,
         "[checkpoint] load_step": not c.checkpoint.enable and c.checkpoint.load_step != -1,
         "[profiling]": not c.profiling.enable and c.profiling != Profiling(),
+        "[data] too_long": c.data.format == "text" and c.data.too_long != Data.too_long,
+        "[data] text_column": c.data.format != "text" and c.data.text_column != Data.text_column,
         "[validation] freq": not c.validation.path and c.validation.freq != 0,
     }
     for key in (key for key, is_unused in unused.items() if is_unused):
@@ -443,9 +446,9 @@ def load_tokenizer(folder: Path, hf_config: Any) -> Any:
 # ---------------------------------------------------------------------------------------------------------------------
 # 3. Data
 # ---------------------------------------------------------------------------------------------------------------------
-# Every rank packs the same global stream of sequences and keeps its own. So the data position is one number that does
-# not depend on the mesh: a run resumes on any number of ranks without a gap or a repeat, and one process sees what
-# many see. The price is that each rank tokenizes everything, in a thread, one step ahead.
+# The documents are token ids on disk before this module is asked for them (see dataset.py). The order is global and a
+# matter of arithmetic: sequence k of a run is the same on every mesh, so the position is one number, and a run resumes
+# on any number of ranks without a gap or a repeat.
 
 
 class Batch(NamedTuple):
@@ -454,210 +457,184 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor  # [B, L] int32
     labels: torch.Tensor  # [B, L] int32, IGNORE_INDEX where no loss is counted
     positions: torch.Tensor  # [B, L] int64, 0 at the start of each document if document_mask, else 0..L-1
+    real: torch.Tensor  # [B, L] bool, False on padding
 
     def to(self, device: torch.device) -> Batch:
         return Batch(*(t.to(device) for t in self))
 
 
-def encode_text(
-    row: dict[str, Any], column: str, tokenizer: Any, end_id: int, where: str
-) -> tuple[list[int], list[bool]]:
-    """One row -> (token ids, is this token trained on?). A document ends with exactly one end token, none begins it."""
-    text = row.get(column)
-    if not isinstance(text, str):
-        raise ValueError(f"{where}: column {column!r} holds {type(text).__name__}, expected text; columns: {list(row)}")
-    ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return (ids + [end_id], [True] * (len(ids) + 1)) if ids else ([], [])
-
-
-def document_end_id(tokenizer: Any) -> int:
-    """Qwen ends a text document with <|endoftext|>, also where the chat tokenizer's eos is <|im_end|>."""
-    end_id = tokenizer.get_vocab().get("<|endoftext|>", tokenizer.eos_token_id)
-    if end_id is None:
-        raise ValueError("the tokenizer has neither <|endoftext|> nor an eos token to end a document with")
-    return end_id
-
-
-def load_rows(data: Data, path: str) -> Any:
-    """Rows of a file, folder, glob or hub dataset, through Hugging Face datasets; files are read in sorted order."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    kinds = {".jsonl": "json", ".jsonl.gz": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-
-    def kind(name: str) -> str | None:
-        return next((k for suffix, k in kinds.items() if name.endswith(suffix)), None)
-
-    if Path(path).is_dir():
-        files = sorted(str(f) for f in Path(path).iterdir() if f.is_file() and kind(f.name))
-    elif Path(path).is_file():
-        files = [path]
-    else:
-        files = sorted(glob.glob(path, recursive=True))
-    if not files and HUB_ID.fullmatch(path):
-        try:
-            return datasets.load_dataset(path, split=data.split, streaming=data.streaming)
-        except Exception as error:  # as above
-            raise RuntimeError(
-                f"data path {path!r} is no file here, and the hub dataset could not be loaded ({error}). Either "
-                f"connect this machine to the Hugging Face hub, or point --data.path to local files"
-            ) from error
-    if not files:
-        raise ValueError(f"data path {path!r}: no file matches; readable are {', '.join(kinds)}, or a folder of them")
-    found = {kind(f) for f in files}
-    if None in found or len(found) > 1:
-        raise ValueError(f"data path {path!r}: files must be of one kind out of {', '.join(kinds)}; found {files[:5]}")
-    if empty := [f for f in files if os.path.getsize(f) == 0]:
-        raise ValueError(f"data file {empty[0]} is empty")
-    if odd := [f for f in files if "::" in f or f != os.path.expandvars(f)]:
-        raise ValueError(f"data file {odd[0]!r}: datasets cannot open a name with '::' or $VARIABLE in it; rename it")
-    options = {"sample_by": "document"} if found == {"text"} else {}
-    try:  # the names are escaped: datasets would read [1] and * in a folder name as a pattern
-        escaped = [glob.escape(f) for f in files]
-        return datasets.load_dataset(
-            found.pop(), data_files=escaped, split="train", streaming=data.streaming, **options
-        )
-    except Exception as error:  # each reader of datasets has its own classes; its message names the place
-        cause = error.__cause__ or error
-        raise ValueError(f"data path {path!r}: cannot be read: {cause}") from error
-
-
-class PackedText:
-    """Documents packed into sequences of exactly seq_len tokens, in one global order.
+class PackedData:
+    """Documents in sequences of exactly seq_len tokens, in one global order.
 
     `next_step()` gives the micro-batches of this data rank for one optimizer step and the number of counted labels of
     the step over all ranks. With document_mask, positions restart at each document and the label across a document
-    boundary is not counted; without it the stream is one long text.
+    boundary is not counted.
+
+    Text is one long stream of documents, cut anywhere. Documents with tokens that are not trained on (conversations)
+    stay whole: they are packed into sequences by best fit, padding behind them.
     """
 
-    def __init__(self, config: Config, path: str, tokenizer: Any, rank: int, ranks: int, loop: bool = True):
-        self.data, self.path, self.tokenizer, self.loop = config.data, path, tokenizer, loop
-        self.seq_len, self.local = config.training.seq_len, config.training.local_batch_size
+    def __init__(self, config: Config, data: Tokenized, rank: int, ranks: int, loop: bool = True):
+        self.data, self.loop, self.rank, self.ranks = data, loop, rank, ranks
+        self.document_mask, self.seq_len = config.data.document_mask, config.training.seq_len
+        self.local = config.training.local_batch_size
         self.step_size = config.training.global_batch_size
         if self.step_size == -1:
             self.step_size = self.local * ranks
-        self.rank, self.ranks, self.seed = rank, ranks, config.debug.seed
-        self.shuffle = config.data.shuffle and loop
-        self.order = f"shuffled from [debug] seed = {self.seed}" if self.shuffle else "as in the files"
-        self.rows = load_rows(config.data, path)
-        self.num_rows = None if config.data.streaming else len(self.rows)
-        self.end_id = document_end_id(tokenizer)
-        self.encode = {"text": encode_text}[config.data.format]  # the chat format will be a second encoder
-        # State: the next row, and what is left of the rows before it.
-        self.epoch, self.row, self.stream_state = 0, 0, None
-        self.ids: list[int] = []
-        self.counted: list[bool] = []
-        self.starts: list[bool] = []
-        self._documents = self._read()
-        self._pool = ThreadPoolExecutor(1)
-        self._ahead: Any = None
+        self.shuffle, self.seed = config.data.shuffle and loop, config.debug.seed
+        self.lengths, self.too_long = data.lengths, 0
+        if data.whole_documents:
+            long = data.lengths > self.seq_len
+            self.too_long = int(long.sum())
+            if self.too_long and config.data.too_long == "error":
+                first = int(long.argmax())
+                raise ValueError(
+                    f"{data.place(first)}: {data.lengths[first]:,} tokens, more than [training] seq_len = "
+                    f"{self.seq_len}, as {self.too_long:,} of {len(long):,} documents: raise it, or choose [data] "
+                    f"too_long = 'skip' or 'truncate' (keeps the beginning)"
+                )
+            self.lengths = np.minimum(data.lengths, self.seq_len if config.data.too_long == "truncate" else 2**31 - 1)
+            self.bins = pack_best_fit(self.lengths, self.seq_len)
+            self.sequences_per_epoch = float(len(self.bins))
+        else:
+            self.tokens = int(self.lengths.sum(dtype=np.int64))
+            self.sequences_per_epoch = self.tokens / self.seq_len
+        if not self.sequences_per_epoch:
+            raise ValueError(f"{data.meta['files'][0]}: no document is short enough for seq_len = {self.seq_len}")
+        self._order = functools.lru_cache(maxsize=2)(self._order_of_epoch)
+        self.sequences = 0  # consumed so far by all ranks: the whole state
 
-    def _read(self) -> Iterator[tuple[list[int], list[bool]]]:
-        """Encoded documents from the current row on; ends after one epoch unless `loop`."""
-        while True:
-            tokens_in_epoch = 0
-            started_at = self.row
-            if self.data.streaming:
-                self.rows.set_epoch(self.epoch)  # a restored position counts in its own epoch only
-                if self.stream_state is not None:
-                    self.rows.load_state_dict(self.stream_state)
-                rows: Iterable = self.rows
-            else:
-                order = torch.arange(self.num_rows)
-                if self.shuffle:
-                    generator = torch.Generator().manual_seed(self.seed + self.epoch)
-                    order = torch.randperm(self.num_rows, generator=generator)
-                rows = (self.rows[int(i)] for i in order[self.row :])
-            for row in rows:
-                where = f"{self.path}: row {self.row} of epoch {self.epoch}"
-                self.row += 1
-                if self.data.streaming:
-                    self.stream_state = self.rows.state_dict()
-                document = self.encode(row, self.data.text_column, self.tokenizer, self.end_id, where)
-                tokens_in_epoch += len(document[0])
-                yield document
-            if not self.loop:
-                return
-            if tokens_in_epoch == 0 and started_at == 0:
-                raise ValueError(f"{self.path}: {self.row} rows hold no text at all")
-            self.epoch, self.row, self.stream_state = self.epoch + 1, 0, None
+    def _order_of_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """(order of documents or bins, end of each in the stream of the epoch)."""
+        lengths = np.array([1] * len(self.bins)) if self.data.whole_documents else self.lengths
+        order = np.arange(len(lengths), dtype=np.int32)
+        if self.shuffle:
+            order = np.random.Generator(np.random.Philox(key=[self.seed, epoch])).permutation(order)
+        return order, np.cumsum(lengths[order], dtype=np.int64)
 
-    def _sequence(self) -> Batch | None:
-        """The next sequence, without a batch dim; None at the end of a finite stream."""
-        n = self.seq_len
-        while len(self.ids) <= n:
-            ids, counted = next(self._documents, ([], None))
-            if counted is None:
-                if len(self.ids) < 2:
-                    return None
-                pad = n + 1 - len(self.ids)  # the last sequence of a finite stream: nothing dropped, nothing counted
-                ids, counted = [self.end_id] * pad, [False] * pad
-            self.ids += ids
-            self.counted += counted
-            self.starts += [True] + [False] * (len(ids) - 1) if ids else []
-        ids, index = torch.tensor(self.ids[: n + 1], dtype=torch.int32), torch.arange(n)
-        counted, starts = torch.tensor(self.counted[: n + 1]), torch.tensor(self.starts[: n + 1])
-        if not self.data.document_mask:
-            starts = torch.zeros_like(starts)
-        labels = torch.where(counted[1:] & ~starts[1:], ids[1:], IGNORE_INDEX)
-        positions = index - torch.where(starts[:n], index, 0).cummax(dim=0).values
-        self.ids, self.counted, self.starts = self.ids[n:], self.counted[n:], self.starts[n:]
-        return Batch(ids[:n], labels, positions)
+    def _documents_of(self, sequence: int) -> Iterator[tuple[int, int, int]]:
+        """(document, first token, number of tokens) of what sequence k holds, in order; the last may be too long."""
+        if self.data.whole_documents:
+            epoch, k = divmod(sequence, len(self.bins))
+            if not epoch or self.loop:
+                yield from ((int(d), 0, int(self.lengths[d])) for d in self.bins[self._order(epoch)[0][k]])
+            return
+        # Tokens [k L, k L + L] of the endless stream of epochs: the last one, here a label, is the next one's first.
+        position, end = sequence * self.seq_len, sequence * self.seq_len + self.seq_len + 1
+        while position < end and (position < self.tokens or self.loop):
+            epoch, offset = divmod(position, self.tokens)
+            order, ends = self._order(epoch)
+            i = int(np.searchsorted(ends, offset, side="right"))
+            left = int(ends[i]) - offset
+            yield int(order[i]), int(self.lengths[order[i]]) - left, left
+            position += left
 
-    def _make_step(self) -> tuple[list[Batch], int, dict[str, Any]] | None:
-        """Sequence k of a step goes to micro-step k // (local x ranks), data rank (k // local) % ranks."""
-        mine, counted = [], 0
-        for k in range(self.step_size):
-            sequence = self._sequence()
-            if sequence is None:
-                if k == 0:
-                    return None
-                ids = torch.full((self.seq_len,), self.end_id, dtype=torch.int32)
-                sequence = Batch(ids, torch.full_like(ids, IGNORE_INDEX), torch.arange(self.seq_len))
-            counted += int((sequence.labels != IGNORE_INDEX).sum())
-            if (k // self.local) % self.ranks == self.rank:
-                mine.append(sequence)
-        chunks = [mine[first : first + self.local] for first in range(0, len(mine), self.local)]
-        return [Batch(*map(torch.stack, zip(*chunk, strict=True))) for chunk in chunks], counted, self._state()
+    def sequence(self, k: int) -> Batch:
+        """Sequence k of the run, without a batch dim; all padding behind the end of a finite set."""
+        n, filled = self.seq_len, 0
+        codes = np.full(n + 1, ~self.data.end_id, np.int32)  # an id that is trained on, or the complement of one
+        starts = np.zeros(n + 1, bool)
+        for document, first, count in self._documents_of(k):
+            count = min(count, n + 1 - filled)
+            codes[filled : filled + count] = self.data.read(document)[first : first + count]
+            starts[filled] = first == 0
+            if self.data.whole_documents:  # its first token follows nothing, or another document
+                codes[filled] = min(codes[filled], ~codes[filled])
+            filled += count
+        starts[filled : filled + 1] = True  # padding is a document of its own
+        counted = codes >= 0
+        ids = np.where(counted, codes, ~codes)
+        if not self.document_mask:
+            starts[:] = False
+        labels = np.where(counted[1:] & ~starts[1:], ids[1:], IGNORE_INDEX)
+        index = np.arange(n)
+        positions = index - np.maximum.accumulate(np.where(starts[:n], index, 0))
+        return Batch(*map(torch.from_numpy, (ids[:n], labels.astype(np.int32), positions, index < filled)))
 
     def next_step(self) -> tuple[list[Batch], int] | None:
-        """(micro-batches of this rank, counted labels of the step over all data ranks); None at a finite end."""
-        step = (self._ahead or self._pool.submit(self._make_step)).result()
-        if step is None:
-            return None
-        self._ahead = self._pool.submit(self._make_step)
-        batches, counted, self._consumed = step
-        if self.loop and counted == 0:
-            raise ValueError(f"{self.path}: a whole step of {self.step_size} sequences holds no counted label")
-        return batches, counted
+        """(micro-batches of this rank, counted labels of the step over all data ranks); None at a finite end.
 
-    def _state(self) -> dict[str, Any]:
-        names = ("epoch", "row", "stream_state", "ids", "counted", "starts", "num_rows", "order")
-        state = {name: getattr(self, name) for name in names}
-        return {name: list(value) if isinstance(value, list) else value for name, value in state.items()}
+        Sequence k of a step goes to micro-step k // (local x ranks), data rank (k // local) % ranks.
+        """
+        if not self.loop and self.sequences >= self.finite_sequences():
+            return None
+        step = [self.sequence(self.sequences + k) for k in range(self.step_size)]
+        counted = sum(int((sequence.labels != IGNORE_INDEX).sum()) for sequence in step)
+        if self.loop and counted == 0:
+            raise ValueError(
+                f"{self.data.meta['files'][0]}: a whole step of {self.step_size} sequences holds no counted label"
+            )
+        self.sequences += self.step_size
+        mine = [sequence for k, sequence in enumerate(step) if (k // self.local) % self.ranks == self.rank]
+        chunks = [mine[first : first + self.local] for first in range(0, len(mine), self.local)]
+        return [Batch(*map(torch.stack, zip(*chunk, strict=True))) for chunk in chunks], counted
+
+    def finite_sequences(self) -> int:
+        """Sequences of one pass over the data: every token once, as an input or as the last label."""
+        return len(self.bins) if self.data.whole_documents else -(-(self.tokens - 1) // self.seq_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the last step handed out (not after the one prepared ahead); the same on every rank."""
-        return self._consumed if self._ahead else self._state()
+        """The position, and what it counts in; the same on every rank."""
+        return {"sequences": self.sequences, "digest": self.data.meta["digest"]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, what in (("num_rows", "number of rows"), ("order", "order of rows")):
-            if state.get(name) != getattr(self, name):
-                raise ValueError(
-                    f"{self.path}: the {what} was {state.get(name)} when the checkpoint was written, now it is "
-                    f"{getattr(self, name)}; restore the data, or start a new run from the exported folder"
-                )
-        for name, value in state.items():
-            setattr(self, name, list(value) if isinstance(value, list) else value)
-        self._documents, self._ahead = self._read(), None
+        if state.get("digest") != self.data.meta["digest"]:
+            raise ValueError(
+                f"{self.data.meta['files'][0]}: the tokenized data is not the checkpoint's (checksum, rows, tokens "
+                f"{state.get('digest')}, now {self.data.meta['digest']}); restore it, or start a new run from the "
+                f"exported folder"
+            )
+        self.sequences = state["sequences"]
 
 
-def validation_steps(config: Config, tokenizer: Any, rank: int, ranks: int) -> list[tuple[list[Batch], int]]:
+def pack_best_fit(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Indices of lengths in bins of at most `size`; 0 and what is larger than a bin is left out.
+
+    Best fit, longest first: each goes to the fullest bin that has room. Bins are in the order of their first document.
+    """
+    bins: list[list[int]] = []
+    with_room: dict[int, list[int]] = {}  # room -> bins
+    rooms: list[int] = []  # keys of with_room, sorted
+    for i in np.argsort(-lengths, kind="stable"):
+        length = int(lengths[i])
+        if not 0 < length <= size:
+            continue
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            room, chosen = size, len(bins)
+            bins.append([])
+        else:
+            room = rooms[at]
+            chosen = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        bins[chosen].append(int(i))
+        if room > length:
+            if room - length not in with_room:
+                insort(rooms, room - length)
+            with_room.setdefault(room - length, []).append(chosen)
+    return sorted(sorted(b) for b in bins)
+
+
+def check_same_data(sets: list[Tokenized | None], cpu_group: dist.ProcessGroup) -> None:
+    """Refuse nodes that tokenized different files: each reads its own disk."""
+    mine = [data.meta["digest"] if data else None for data in sets]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine, group=cpu_group)
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise RuntimeError(
+                f"rank {rank} has other training or validation data than rank 0 (checksum, documents, tokens: {other}, "
+                f"there {found[0]}): copy the same files, tokenizer and packages to every node"
+            )
+
+
+def validation_steps(config: Config, data: Tokenized, rank: int, ranks: int) -> list[tuple[list[Batch], int]]:
     """The fixed validation set: at most `validation.steps` global batches in file order, the last one padded.
 
     Raises ValueError at start when not one label is counted.
     """
-    packed = PackedText(config, config.validation.path, tokenizer, rank, ranks, loop=False)
+    packed = PackedData(config, data, rank, ranks, loop=False)
     steps = []
     while len(steps) < config.validation.steps and (step := packed.next_step()) is not None:
         steps.append(step)

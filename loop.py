@@ -25,13 +25,13 @@ from common import (
     IGNORE_INDEX,
     REPO,
     Batch,
-    document_end_id,
     log,
     named_parameters,
     replace_folder,
     to_local,
 )
 from configs.schema import Config, changes_on_resume, toml_text
+from dataset import document_end_id
 
 import torch
 import torch.distributed as dist
@@ -192,8 +192,9 @@ def is_recomputed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def tokens_per_expert(layers: list[Routing], real_N: torch.Tensor) -> torch.Tensor:
-    """[layers, E] fp32: how many real tokens chose each expert, on this data rank."""
+def tokens_per_expert(layers: list[Routing], real_BL: torch.Tensor) -> torch.Tensor:
+    """[layers, E] fp32: how many real tokens (not padding) chose each expert, on this data rank."""
+    real_N = real_BL.flatten()
     experts = torch.arange(layers[0].probs_NE.shape[1], device=real_N.device)
     counts = []
     for layer in layers:
@@ -202,13 +203,14 @@ def tokens_per_expert(layers: list[Routing], real_N: torch.Tensor) -> torch.Tens
     return torch.stack(counts).detach()
 
 
-def load_balancing_loss(layers: list[Routing], real_N: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def load_balancing_loss(layers: list[Routing], real_BL: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Qwen3's balancing loss (Transformers `load_balancing_loss_func`): E * sum_e f_e * P_e.
 
     f_e is the mean number of choices of expert e per token, P_e its mean router probability, both over the real tokens
     of all layers and of all data ranks of the micro-step (`group` holds the data ranks). Returns this rank's additive
     part: the parts of all data ranks sum to the loss, so its gradient adds up as the cross-entropy's does.
     """
+    real_N = real_BL.flatten()
     counts_E = tokens_per_expert(layers, real_N).sum(dim=0)
     tokens = real_N.float().sum() * len(layers)
     stats = torch.cat([counts_E, tokens[None]])
@@ -464,7 +466,7 @@ def greedy_sample(hidden_states: Callable[[Batch], torch.Tensor], head: LMHead, 
     while len(ids) < min(shape[1], prompt_length + config.sample.max_new_tokens):
         row = torch.zeros(shape, dtype=torch.int32)
         row[0, : len(ids)] = torch.tensor(ids, dtype=torch.int32)
-        hidden_BLD = to_local(hidden_states(Batch(row, row, positions).to(device)))
+        hidden_BLD = to_local(hidden_states(Batch(row, row, positions, row > 0).to(device)))
         last = torch.tensor([len(ids) - 1], device=device)  # an index tensor: the graph does not depend on its value
         next_id = int(head(hidden_BLD.index_select(1, last))[0, 0].argmax())
         ids.append(next_id)

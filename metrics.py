@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import DEVICE_TYPE, PackedText, data_rank_and_size, is_moe_layer, log, named_parameters, to_local
+from common import DEVICE_TYPE, PackedData, data_rank_and_size, is_moe_layer, log, named_parameters, to_local
 from configs.schema import Config
 
 import torch
@@ -52,7 +52,7 @@ def flops_per_token(hf_config: Any, seq_len: int) -> float:
     return 6 * active + 6 * hf_config.num_hidden_layers * width * seq_len
 
 
-def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, data: PackedText) -> None:
+def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, data: PackedData) -> None:
     """One block before the first step: what is about to run."""
     t, p = config.training, config.parallelism
     total, active = parameter_counts(hf_config)
@@ -62,7 +62,6 @@ def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, d
     mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1) or "1 process"
     _, ranks = data_rank_and_size(dims)
     accumulation = data.step_size // (t.local_batch_size * ranks)
-    rows = "stream" if data.num_rows is None else f"{data.num_rows:,} rows"
     experts = f", {active / 1e6:,.1f}M active per token" if getattr(hf_config, "num_experts", 0) else ""
     log(f"model        {hf_config.model_type}, {total / 1e6:,.1f}M parameters{experts}")
     log(f"mesh         {mesh} on {DEVICE_TYPE}, {dist.get_world_size()} processes, compute {t.mixed_precision_param}")
@@ -72,13 +71,46 @@ def print_summary(config: Config, hf_config: Any, model: nn.Module, dims: Any, d
     states = f"weights, gradients and {config.optimizer.name} states"
     log(f"memory       {state_bytes / 2**30:.3f} GiB{device} a rank for {states}")
     attention = "block-causal per document" if config.data.document_mask else "causal, documents run on"
-    log(f"data         {data.path}, {rows}, {attention}")
+    log(f"data         {config.data.path}, {data_line(data)}, {attention}")
+    for problem in data_problems(config, data):
+        log(f"             {problem}")
     extras = [f"activation checkpointing {config.activation_checkpoint.mode}"]
     if config.compile.enable:
         extras.append(f"compiled blocks ({config.compile.backend})")
     if p.tensor_parallel_degree > 1:
         extras.append("sequence parallel" if p.enable_sequence_parallel else "no sequence parallel")
     log(f"             {', '.join(extras)}")
+
+
+def data_line(data: PackedData) -> str:
+    """How much there is to train on, and how long it lasts."""
+    meta = data.data.meta
+    epochs = f"{data.sequences_per_epoch / data.step_size:,.1f} steps an epoch"
+    if not data.data.whole_documents:
+        return f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {epochs}"
+    packed = data.lengths[data.lengths <= data.seq_len].sum()
+    padding = 1 - packed / (data.sequences_per_epoch * data.seq_len)
+    kept = f"packed whole into {len(data.bins):,} sequences, {padding:.1%} padding"
+    return (
+        f"{meta['documents']:,} documents, {meta['counted']:,} of {meta['tokens']:,} tokens counted, {kept}, {epochs}"
+    )
+
+
+def data_problems(config: Config, data: PackedData) -> list[str]:
+    """What a person should know before training on it."""
+    meta, lines = data.data.meta, []
+    if meta["skipped"]:
+        lines.append(f"{meta['skipped']:,} bad rows skipped, such as {meta['skipped_examples'][0]}")
+    if data.too_long:
+        what = {"skip": "left out", "truncate": "cut at their end"}[config.data.too_long]
+        lines.append(f"{data.too_long:,} documents longer than {data.seq_len} tokens {what}")
+    lines += [f"{note}: {count:,} conversations" for note, count in meta["notes"].items()]
+    if meta["left_out"]:
+        more = f" and {len(meta['left_out']) - 3} more" if len(meta["left_out"]) > 3 else ""
+        lines.append(f"not read: {', '.join(meta['left_out'][:3])}{more}")
+    if data.data.whole_documents and not config.data.document_mask:
+        lines.append("document_mask = false: packed documents see those before them in the sequence")
+    return lines
 
 
 # Dense bf16 peaks per device that a rank owns, in FLOP/s; the first name that matches counts. MFU on Neuron is against

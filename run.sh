@@ -12,6 +12,7 @@ Train Qwen3 with torchtitan, on AWS Trainium2 or on a laptop CPU.
 
   ./run.sh hf|native|nki_moe CONFIG [--section.key value ...]   train (./run.sh native configs/debug.toml)
   ./run.sh hf|native|nki_moe CONFIG --dry_run                   check the fit on the target machine, train nothing
+  ./run.sh data CONFIG [...]                                    tokenize beforehand, and show what would be trained on
   ./run.sh parity CONFIG [...]                                  compare the training paths
   ./run.sh doctor                                               print what is installed and what each path will use
   ./run.sh test [pytest arguments]                              run the tests
@@ -148,7 +149,7 @@ find_config() { # name ... -> CONFIG
 debug_models() { # arguments ...: made if CONFIG or an argument names them; here, because the ranks would race
   local name stale=""
   [[ "$*" == *debug_models* ]] || grep -Eq '^[^#]*debug_models' "$CONFIG" || return 0
-  for name in dense moe text; do # those of an older tools/make_debug_models.py are made again
+  for name in dense moe text chat; do # those of an older tools/make_debug_models.py are made again
     [ "$ROOT/debug_models/$name" -nt "$ROOT/tools/make_debug_models.py" ] || stale=yes
   done
   [ -n "$stale" ] || return 0
@@ -227,12 +228,12 @@ print(tomllib.load(open(sys.argv[1], "rb")).get("launch", {}).get("nproc_per_nod
 command=${1:---help}
 case "$command" in
   hf | native | nki_moe) train "$@" ;;
-  parity)
+  data | parity)
     find_config "${@:2}"
     environment requirements.txt
     debug_models "$@"
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
-    exec "$PY" -m tools.parity "$CONFIG" "${@:3}"
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
+    exec "$PY" -m "tools.${command/data/prepare_data}" "$CONFIG" "${@:3}"
     ;;
   doctor) # makes nothing: reports what is there
     find_python

@@ -30,6 +30,7 @@ import common
 import loop
 from common import Batch, Piece, log
 from configs.schema import Config
+from dataset import prepare_data
 from loop import LMHead, Routing
 from metrics import Metrics, print_summary
 
@@ -295,6 +296,7 @@ def main(config: Config) -> None:
     hf_config = common.load_hf_config(folder)
     common.check_parallelism(config, hf_config, common.world_size(config), PATH)
     tokenizer = None if config.dry_run else common.load_tokenizer(folder, hf_config)
+    train_data, validation_data = prepare_data(config, tokenizer, hf_config.vocab_size)
 
     # 2. Process group, device, mesh.
     device, cpu_group = common.init_distributed(config)
@@ -326,8 +328,9 @@ def main(config: Config) -> None:
         common.load_weights(model, hf_pieces, folder, hf_config.tie_word_embeddings)
 
     # 6. Data, optimizer, resume.
-    data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)
-    validation = common.validation_steps(config, tokenizer, rank, ranks) if config.validation.path else []
+    common.check_same_data([train_data, validation_data], cpu_group)
+    data = common.PackedData(config, train_data, rank, ranks)
+    validation = common.validation_steps(config, validation_data, rank, ranks) if validation_data else []
     optimizer = loop.build_optimizer(config, model)
     start = 0
     if resume is not None:
@@ -373,10 +376,9 @@ def main(config: Config) -> None:
             loss = loss_sum(batch)
             objective = loss
             if layers := routing(model):
-                real_N = torch.ones_like(batch.labels, dtype=torch.bool).flatten()
-                loads.append(loop.tokens_per_expert(layers, real_N))
+                loads.append(loop.tokens_per_expert(layers, batch.real))
                 if config.moe.router_aux_loss_coef:
-                    aux = loop.load_balancing_loss(layers, real_N, data_group) / len(batches)
+                    aux = loop.load_balancing_loss(layers, batch.real, data_group) / len(batches)
                     # Every rank of a TP group computes it, and their gradients are summed.
                     objective = loss + counted * config.moe.router_aux_loss_coef * aux / dims.tp
                     totals[1] += aux.detach()

@@ -8,14 +8,12 @@ What this path shows: how the routed experts of torchtitan's MoE layer are swapp
 screens below), and expert parallelism without an all-to-all, which Neuron has only for equal splits. Headings and order
 are those of train_native.py: a diff shows what differs.
 
-Expert parallelism inside the TP group. With sequence parallelism each of the TP ranks holds L/TP tokens of a sequence:
+Expert parallelism inside the TP group: nothing is dropped, no shape depends on the routing. A rank holds L/TP tokens:
 
     all-gather the tokens      every rank sees all tokens of its group, as attention and a dense FFN would need too
     route                      every rank decides the same for all of them
     NKIExperts                 rank r computes experts r * E/TP .. (r+1) * E/TP - 1 at full width, for all tokens
     reduce-scatter             the partial outputs sum to the layer's output, L/TP tokens each
-
-No token is dropped, no shape depends on the routing.
 
 The mesh of the shipped Trainium configs, one number per rank (a row is one chip, its 4 logical cores are the TP axis):
 
@@ -36,6 +34,7 @@ import common
 import loop
 from common import Batch, Piece, log
 from configs.schema import Config
+from dataset import prepare_data
 from loop import LMHead, Routing
 from metrics import Metrics, print_summary
 
@@ -426,6 +425,7 @@ def main(config: Config) -> None:
     hf_config = common.load_hf_config(folder)
     common.check_parallelism(config, hf_config, common.world_size(config), PATH)
     tokenizer = None if config.dry_run else common.load_tokenizer(folder, hf_config)
+    train_data, validation_data = prepare_data(config, tokenizer, hf_config.vocab_size)
 
     # 2. Process group, device, mesh.
     device, cpu_group = common.init_distributed(config)
@@ -457,8 +457,9 @@ def main(config: Config) -> None:
         common.load_weights(model, hf_pieces, folder, hf_config.tie_word_embeddings)
 
     # 6. Data, optimizer, resume.
-    data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)
-    validation = common.validation_steps(config, tokenizer, rank, ranks) if config.validation.path else []
+    common.check_same_data([train_data, validation_data], cpu_group)
+    data = common.PackedData(config, train_data, rank, ranks)
+    validation = common.validation_steps(config, validation_data, rank, ranks) if validation_data else []
     optimizer = loop.build_optimizer(config, model)
     start = 0
     if resume is not None:
@@ -505,10 +506,9 @@ def main(config: Config) -> None:
             loss = loss_sum(batch)
             objective = loss
             if layers := routing(model):
-                real_N = torch.ones_like(batch.labels, dtype=torch.bool).flatten()
-                loads.append(loop.tokens_per_expert(layers, real_N))
+                loads.append(loop.tokens_per_expert(layers, batch.real))
                 if config.moe.router_aux_loss_coef:
-                    aux = loop.load_balancing_loss(layers, real_N, data_group) / len(batches)
+                    aux = loop.load_balancing_loss(layers, batch.real, data_group) / len(batches)
                     objective = loss + counted * config.moe.router_aux_loss_coef * aux
                     totals[1] += aux.detach()
             objective.backward()

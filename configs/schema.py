@@ -44,13 +44,24 @@ class Model:
 
 @dataclass
 class Data:
-    path: str = ""  # file, folder or glob (.jsonl .jsonl.gz .json .txt .parquet), or a hub dataset id
-    format: Literal["text"] = "text"  # text: one document per row, every token is trained on
+    path: str = ""  # file, folder or pattern (.jsonl .json .parquet .txt; .gz and .zst too), or a hub dataset id
+    subset: str = ""  # configuration of a hub dataset
+    split: str = "train"  # of a hub dataset
+    files: str = ""  # pattern of files in a hub dataset; empty: all of the split
+    # text: one document per row, every token is trained on; chat: messages or conversations, answers are trained on;
+    # tokens: input_ids as they are, trained on where labels or a mask say so
+    format: Literal["text", "chat", "tokens"] = "text"
     text_column: str = "text"  # column that holds the document
-    split: str = "train"  # split of a hub dataset
-    streaming: bool = False  # read a hub dataset while training instead of downloading it first
-    shuffle: bool = True  # a new row order every epoch, from debug.seed; must be false with streaming
+    too_long: Literal["error", "skip", "truncate"] = (
+        "error"  # a conversation longer than seq_len; truncate: its end goes
+    )
+    skip_bad_rows: bool = (
+        False  # leave out rows that cannot be read or rendered, and count them; false: stop at the first
+    )
+    shuffle: bool = True  # a new order every epoch, from debug.seed
     document_mask: bool = False  # true: packed documents do not see each other (slow attention path on Neuron)
+    cache_dir: str = ""  # where tokenized data is kept; empty: tokenized/ in HF_DATASETS_CACHE
+    num_proc: int = 0  # processes that tokenize; 0: all cores
 
 
 @dataclass
@@ -113,7 +124,10 @@ class Compile:
 
 @dataclass
 class Validation:
-    path: str = ""  # like data.path; empty: no validation
+    path: str = ""  # like data.path, in the same format; empty: no validation
+    subset: str = ""  # of a hub dataset, like those of [data]
+    split: str = "validation"
+    files: str = ""
     freq: int = 0  # steps between validations; 0: only after the last step
     steps: int = 10  # at most this many global batches, always the same ones
 
@@ -199,25 +213,27 @@ class Config:
 # "refused" ends the start, "free" acts from the next step on and is named in one line, "no matter" changes no number.
 ON_RESUME = {
     "refused": """
-        data.format data.text_column data.split data.streaming data.shuffle training.seq_len optimizer.name debug.seed
+        data.format data.text_column data.too_long data.shuffle training.seq_len optimizer.name debug.seed
     """,
     "free": """
-        model.path data.path data.document_mask training.local_batch_size training.global_batch_size training.steps
-        training.max_norm training.mixed_precision_param optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps
-        optimizer.weight_decay optimizer.decay_embeddings lr_scheduler.warmup_steps lr_scheduler.decay_ratio
-        lr_scheduler.decay_type lr_scheduler.min_lr_factor validation.path validation.freq validation.steps
+        model.path data.path data.subset data.split data.files data.document_mask training.local_batch_size
+        training.global_batch_size training.steps training.max_norm training.mixed_precision_param optimizer.lr
+        optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.weight_decay optimizer.decay_embeddings
+        lr_scheduler.warmup_steps lr_scheduler.decay_ratio lr_scheduler.decay_type lr_scheduler.min_lr_factor
+        validation.path validation.subset validation.split validation.files validation.freq validation.steps
         export.enable export.dtype moe.router_aux_loss_coef
     """,
     "no matter": """
-        job.dump_folder launch.nproc_per_node model.init parallelism.data_parallel_replicate_degree
-        parallelism.data_parallel_shard_degree parallelism.tensor_parallel_degree parallelism.enable_sequence_parallel
-        parallelism.expert_parallel_degree parallelism.fsdp_reshard_after_forward checkpoint.enable checkpoint.interval
-        checkpoint.keep_latest_k checkpoint.load_step activation_checkpoint.mode compile.enable compile.backend
-        metrics.log_freq metrics.enable_tensorboard profiling.enable profiling.step profiling.steps sample.prompt
-        sample.max_new_tokens nki.kernels nki.block_tokens comm.timeout_seconds
+        data.skip_bad_rows data.cache_dir data.num_proc job.dump_folder launch.nproc_per_node model.init
+        parallelism.data_parallel_replicate_degree parallelism.data_parallel_shard_degree
+        parallelism.tensor_parallel_degree parallelism.enable_sequence_parallel parallelism.expert_parallel_degree
+        parallelism.fsdp_reshard_after_forward checkpoint.enable checkpoint.interval checkpoint.keep_latest_k
+        checkpoint.load_step activation_checkpoint.mode compile.enable compile.backend metrics.log_freq
+        metrics.enable_tensorboard profiling.enable profiling.step profiling.steps sample.prompt sample.max_new_tokens
+        nki.kernels nki.block_tokens comm.timeout_seconds
     """,
 }
-PATH_KEYS = (("job", "dump_folder"), ("model", "path"), ("data", "path"), ("validation", "path"))
+PATH_KEYS = (("job", "dump_folder"), ("model", "path"), ("data", "path"), ("data", "cache_dir"), ("validation", "path"))
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -327,7 +343,7 @@ def check_config(config: Config) -> None:
     zero_or_more = [
         ("training", "steps"), ("optimizer", "weight_decay"), ("optimizer", "eps"), ("lr_scheduler", "warmup_steps"),
         ("lr_scheduler", "decay_ratio"), ("lr_scheduler", "min_lr_factor"), ("checkpoint", "keep_latest_k"),
-        ("validation", "freq"), ("moe", "router_aux_loss_coef"),
+        ("validation", "freq"), ("data", "num_proc"), ("moe", "router_aux_loss_coef"),
     ]  # fmt: skip
     for keys, minimum, words in ((positive, 0, "greater than 0"), (zero_or_more, -1e-30, "0 or more")):
         for section, key in keys:
@@ -343,8 +359,6 @@ def check_config(config: Config) -> None:
         raise ValueError(f"[training] global_batch_size = {config.training.global_batch_size}: must be -1 or positive")
     if not 0 <= config.debug.seed < 2**32:
         raise ValueError(f"[debug] seed = {config.debug.seed}: must be from 0 to 2**32 - 1")
-    if config.data.streaming and config.data.shuffle:
-        raise ValueError("[data] streaming = true needs shuffle = false: a stream is read in its own order")
 
 
 def changes_on_resume(saved: dict[str, Any], config: Config) -> str:
@@ -353,6 +367,11 @@ def changes_on_resume(saved: dict[str, Any], config: Config) -> str:
     Raises ValueError for keys that must stay as they were.
     """
     now, found = dataclasses.asdict(config), {}
+    saved = {
+        section: table | saved.get(section, {})
+        for section, table in dataclasses.asdict(Config()).items()
+        if section != "dry_run"
+    }
     for group in ("refused", "free"):
         pairs = [key.split(".") for key in ON_RESUME[group].split()]
         found[group] = ", ".join(

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import common
 import loop
 from configs import schema
+from dataset import prepare_data
 
 import torch
 import torch.distributed as dist
@@ -37,11 +38,12 @@ def main(pairs: int) -> None:
     folder = common.fetch_model(config.model.path)
     hf_config = common.load_hf_config(folder)
     tokenizer = common.load_tokenizer(folder, hf_config)
+    train_data, _ = prepare_data(config, tokenizer, hf_config.vocab_size)
     device, _ = common.init_distributed(config)
     dims = common.build_mesh(config, dist.get_world_size())
     rank, ranks = common.data_rank_and_size(dims)
-    data = common.PackedText(config, config.data.path, tokenizer, rank, ranks)
-    ready, counted = common.PackedText(config, config.data.path, tokenizer, rank, ranks).next_step()
+    data = common.PackedData(config, train_data, rank, ranks)
+    ready, counted = common.PackedData(config, train_data, rank, ranks).next_step()
 
     ours = train_native.build_model(hf_config, config)
     train_native.shard_model(ours, dims, config)

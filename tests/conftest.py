@@ -4,10 +4,13 @@ The tests look at a training run from outside, through what it writes: losses an
 weights in the exported folder. With SGD the weights after one step are the gradient of every parameter.
 """
 
+import atexit
 import importlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +19,12 @@ sys.path.insert(0, str(REPO))
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may depend on a network
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="datasets-")  # tokenized data of earlier runs proves nothing
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
-from configs import schema  # noqa: E402 - after the path and the variables above
+import common  # noqa: E402 - after the path and the variables above
+import dataset  # noqa: E402 - as above
+from configs import schema  # noqa: E402 - as above
 
 import pytest  # noqa: E402 - as above
 import torch  # noqa: E402 - as above
@@ -161,6 +168,23 @@ def make_config(**sections) -> schema.Config:
             setattr(getattr(config, section), key, value)
     schema.check_config(config)
     return config
+
+
+def packed_data(
+    config: schema.Config, tokenizer=None, rank: int = 0, ranks: int = 1, section: str = "data"
+) -> common.PackedData:
+    """The sequences of a configuration, as one data rank sees them; those of [validation] end."""
+    data = dataset.tokenize(config, section, tokenizer or TOKENIZER(), 384)
+    return common.PackedData(config, data, rank, ranks, loop=section == "data")
+
+
+def write_tokens(file: Path, documents: list[list[int]], counted: list[list[bool]] | None = None) -> Path:
+    """A file of rows that are tokenized already, for [data] format = "tokens"."""
+    rows = [{"input_ids": ids} for ids in documents]
+    for row, mask in zip(rows, counted or (), strict=bool(counted)):
+        row["labels"] = [i if c else -100 for i, c in zip(row["input_ids"], mask, strict=True)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
 
 
 def run_main(path: str, config: schema.Config, prepare=None) -> str:

@@ -23,11 +23,11 @@ import torch
 from conftest import (
     ONE_PER_PATH,
     REPO,
-    TOKENIZER,
     JobError,
     hf_oracle,
     make_config,
     make_model,
+    packed_data,
     refused,
     relative_error,
 )
@@ -107,7 +107,7 @@ def test_the_rate_of_the_second_half_is_that_of_an_uninterrupted_run(train, mode
 @contextlib.contextmanager
 def sigterm_at(step: int, rank: str):
     """In a worker: this process gets SIGTERM while it waits for the data of that step."""
-    next_step, calls = common.PackedText.next_step, [0]
+    next_step, calls = common.PackedData.next_step, [0]
 
     def counting(self):
         calls[0] += 1
@@ -115,7 +115,7 @@ def sigterm_at(step: int, rank: str):
             os.kill(os.getpid(), signal.SIGTERM)
         return next_step(self)
 
-    with mock.patch.object(common.PackedText, "next_step", counting):
+    with mock.patch.object(common.PackedData, "next_step", counting):
         yield
 
 
@@ -140,7 +140,7 @@ def test_sigterm_of_one_rank_saves_on_all_and_the_rerun_continues(train, models,
 @contextlib.contextmanager
 def recording(folder: Path):
     """In a worker: write the sequences that this rank trains on, one line a step."""
-    next_step = common.PackedText.next_step
+    next_step = common.PackedData.next_step
 
     def record(self):
         step = next_step(self)
@@ -150,7 +150,7 @@ def recording(folder: Path):
         return step
 
     folder.mkdir(exist_ok=True)
-    with mock.patch.object(common.PackedText, "next_step", record):
+    with mock.patch.object(common.PackedData, "next_step", record):
         yield
 
 
@@ -177,7 +177,7 @@ def test_another_mesh_continues_without_gap_or_repeat(train, models, rows, tmp_p
     data = dict(path=str(rows), shuffle=True)
     sections = dict(optimizer=dict(lr=0.1), data=data)
     config = make_config(model=dict(path="x"), **sections)
-    stream = common.PackedText(config, str(rows), common.load_tokenizer(model, mock.Mock(vocab_size=384)), 0, 1)
+    stream = packed_data(config, common.load_tokenizer(model, mock.Mock(vocab_size=384)))
     want = [sorted(ids for batch in stream.next_step()[0] for ids in batch.input_ids.tolist()) for _ in range(4)]
     assert len({tuple(ids) for step in want[:4] for ids in step}) == 16  # so a repeat would be seen
 
@@ -307,7 +307,7 @@ def test_the_file_decides_over_the_optimizer_settings_of_the_checkpoint(
     matrices = [p for p in model.parameters() if p.ndim > 1]
     adam = torch.optim.AdamW([{"params": matrices}, {"params": [p for p in model.parameters() if p.ndim == 1]}])
     config = make_config(model=dict(path="x"), data=dict(path=str(rows)))
-    data = common.PackedText(config, str(rows), TOKENIZER(), 0, 1)
+    data = packed_data(config)
     for step in range(4):
         o = old if step < 2 else new
         for group, decay in zip(adam.param_groups, (o["weight_decay"], 0.0), strict=True):

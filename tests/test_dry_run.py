@@ -270,7 +270,9 @@ def measure(path, config, folder, device, dims):
             script.refresh_expert_weights(model)
     shape = (config.training.local_batch_size, config.training.seq_len)
     ids = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape) % hf_config.vocab_size
-    batch = common.Batch(ids, ids, torch.arange(shape[1]).expand(shape).contiguous())
+    batch = common.Batch(
+        ids, ids, torch.arange(shape[1]).expand(shape).contiguous(), torch.ones(shape, dtype=torch.bool)
+    )
     live = LiveBytes(model)
     with live:
         hidden = script.hidden_states(model, batch, False)

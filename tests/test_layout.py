@@ -12,11 +12,12 @@ from conftest import REPO
 
 # A room may import those of a lower floor, nothing of its own. The interpreter stands low: it knows nothing of ours.
 FLOORS = [
-    ["configs.schema", "tools.doctor", "tools.nki_interpreter", "tools.make_debug_models"],
+    ["configs.schema", "chat", "tools.doctor", "tools.nki_interpreter", "tools.make_debug_models"],
+    ["dataset"],
     ["common"],
     ["loop", "metrics"],
     ["nki_moe_kernels"],
-    ["tools.dry_run"],
+    ["tools.dry_run", "tools.prepare_data"],
     ["train_hf", "train_native", "train_nki_moe"],
     ["tools.parity"],
 ]

@@ -9,7 +9,17 @@ import loop
 
 import pytest
 import torch
-from conftest import M128, MOE_CASES, hf_oracle, make_config, make_model, read_tensors, relative_error, rewrite_weights
+from conftest import (
+    M128,
+    MOE_CASES,
+    hf_oracle,
+    make_config,
+    make_model,
+    packed_data,
+    read_tensors,
+    relative_error,
+    rewrite_weights,
+)
 from test_training import per_expert
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -79,7 +89,7 @@ def oracle_with_balancing_loss(folder, config, coefficient):
     """Gradients of the Hugging Face model for cross-entropy plus coefficient x its own balancing loss, one batch."""
     model = hf_oracle(folder)
     tokenizer = common.load_tokenizer(folder, model.config)
-    (batch,), counted = common.PackedText(config, config.data.path, tokenizer, 0, 1).next_step()
+    (batch,), counted = packed_data(config, tokenizer).next_step()
     router_logits = []  # with output_router_logits Transformers takes the 4-D mask for one of padding
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda _, args, output: router_logits.append(output[0]))

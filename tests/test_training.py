@@ -1,9 +1,9 @@
 """The three paths against the Hugging Face model in fp32, and against themselves on every mesh."""
 
 import contextlib
-import functools
 import json
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import common
@@ -21,8 +21,10 @@ from conftest import (
     hf_oracle,
     make_config,
     make_model,
+    packed_data,
     refused,
     relative_error,
+    write_tokens,
 )
 from transformers import AutoConfig
 
@@ -61,7 +63,7 @@ def oracle_step(folder, config, lr):
 def first_step(folder, config):
     """(micro-batches, counted labels) of the first step, as one process sees it."""
     tokenizer = common.load_tokenizer(folder, AutoConfig.from_pretrained(folder))
-    return common.PackedText(config, config.data.path, tokenizer, 0, 1).next_step()
+    return packed_data(config, tokenizer).next_step()
 
 
 def per_expert(tensors):
@@ -126,25 +128,14 @@ def test_one_step_with_larger_micro_batches(train, models, texts, path, name, la
 # ----- ragged counts (FR-13) -----
 
 
-def counted_1_3_7_15(row, column, tokenizer, end_id, where):
-    """Instead of encode_text: one document of 4 x 16 labels (and the first token), of which 1, 3, 7 and 15 count."""
-    counted = [False] + [i < n for n in (1, 3, 7, 15) for i in range(16)]
-    return [(i * 37 + 11) % 290 for i in range(65)], counted
+def counted_1_3_7_15(file: Path) -> Path:
+    """Four documents that fill a sequence of 16 each, with 1, 3, 7 and 15 counted labels."""
+    documents = [[(i * 37 + 11 + 5 * n) % 290 for i in range(16)] for n in (1, 3, 7, 15)]
+    return write_tokens(file, documents, [[1 <= i <= n for i in range(16)] for n in (1, 3, 7, 15)])
 
 
-def mixed_documents(row, column, tokenizer, end_id, where):
-    """Instead of encode_text: documents whose lengths fill sequences of 16 exactly, one a row."""
-    length = MIXED_LENGTHS[int(row["text"][:3]) % len(MIXED_LENGTHS)]
-    return [(int(row["text"][:3]) * 53 + i * 37) % 290 for i in range(length)], [True] * length
-
-
-MIXED_LENGTHS = (5, 11, 16, 7, 6, 3, 2, 14)  # 4 sequences
-
-
-@contextlib.contextmanager
-def encoding(encode):
-    with mock.patch.object(common, "encode_text", encode):
-        yield
+MIXED_LENGTHS = (5, 11, 16, 7, 6, 3, 2, 14)  # 4 sequences of 16
+MIXED_DOCUMENTS = [[(i * 53 + k * 37) % 290 for k in range(MIXED_LENGTHS[i % 8])] for i in range(40)]
 
 
 RAGGED = {  # (processes, local batch size, [parallelism])
@@ -157,18 +148,16 @@ RAGGED = {  # (processes, local batch size, [parallelism])
 
 @pytest.mark.parametrize(("path", "name"), SMALL_CASES)
 @pytest.mark.parametrize("layout", RAGGED)
-def test_ragged_counts(train, models, texts, path, name, layout):
+def test_ragged_counts(train, models, tmp_path, path, name, layout):
     world, local, parallelism = RAGGED[layout]
     sections = dict(
         training=dict(seq_len=16, local_batch_size=local, global_batch_size=4), parallelism=parallelism,
-        data=dict(path=str(texts), document_mask=False),
+        data=dict(path=str(counted_1_3_7_15(tmp_path / "tokens.jsonl")), format="tokens", document_mask=False),
     )  # fmt: skip
-    hook = functools.partial(encoding, counted_1_3_7_15)
-    run = train(path, models[name], world, hook, **sections)
-    with hook():
-        config = make_config(model=dict(path="x"), **sections)
-        assert first_step(models[name], config)[1] == 1 + 3 + 7 + 15
-        assert_same_step(run, oracle_step(models[name], config, 1.0), 1.0)
+    run = train(path, models[name], world, **sections)
+    config = make_config(model=dict(path="x"), **sections)
+    assert first_step(models[name], config)[1] == 1 + 3 + 7 + 15
+    assert_same_step(run, oracle_step(models[name], config, 1.0), 1.0)
 
 
 # ----- documents -----
@@ -176,17 +165,17 @@ def test_ragged_counts(train, models, texts, path, name, layout):
 
 @pytest.mark.parametrize("document_mask", [True, False])
 @pytest.mark.parametrize(("path", "name"), SMALL_CASES)
-def test_packed_documents_are_apart_or_one_text(train, models, texts, path, name, document_mask):
+def test_packed_documents_are_apart_or_one_text(train, models, tmp_path, path, name, document_mask):
     """The oracle knows neither mask nor positions: it sees each document alone, or each sequence as one text."""
-    data = dict(path=str(texts), document_mask=document_mask)
+    file = write_tokens(tmp_path / "tokens.jsonl", MIXED_DOCUMENTS)
+    data = dict(path=str(file), format="tokens", document_mask=document_mask)
     sections = dict(training=dict(seq_len=16, local_batch_size=2), data=data)
-    hook = functools.partial(encoding, mixed_documents)
-    run = train(path, models[name], 1, hook, **sections)
+    run = train(path, models[name], 1, **sections)
     model, total, counted = hf_oracle(models[name]), 0.0, 0
     model.model.embed_tokens.padding_idx = None
     tokens = []
     for i in range(9):
-        ids, _ = mixed_documents({"text": f"{i:03d}"}, "text", None, 0, "")
+        ids = MIXED_DOCUMENTS[i]
         tokens += ids
         if document_mask and i < 8:
             total, counted = total + loss_of(model, ids[:-1], ids[1:]), counted + len(ids) - 1

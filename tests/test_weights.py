@@ -153,14 +153,14 @@ def test_the_export_of_one_path_starts_another(train, models, path, other, name)
 @contextlib.contextmanager
 def skipping(steps: int):
     """In a worker: training starts that many steps into the data."""
-    next_step, skipped = common.PackedText.next_step, []
+    next_step, skipped = common.PackedData.next_step, []
 
     def later(self):
         while len(skipped) < steps:
             skipped.append(next_step(self))
         return next_step(self)
 
-    with mock.patch.object(common.PackedText, "next_step", later):
+    with mock.patch.object(common.PackedData, "next_step", later):
         yield
 
 

@@ -5,13 +5,16 @@
 debug_models/dense                     tiny Qwen3, tied embeddings, one safetensors file
 debug_models/moe                       tiny Qwen3-MoE, untied, two shards with an index
 debug_models/text/{train,validation}.jsonl   sources of Python's standard library, one {"text": ...} a row
+debug_models/chat/{train,validation}.jsonl   conversations about sums and dates: several turns, reasoning, tool calls
 
 The folders have the layout of a Qwen3 folder from the hub, so loading them is the same code as loading Qwen/Qwen3-8B.
 Everything is drawn from a seed: the same Python, packages and processor family give the same bytes. run.sh calls this
 when a config needs it.
 """
 
+import datetime
 import json
+import random
 import sysconfig
 import tempfile
 from collections.abc import Iterable
@@ -133,6 +136,41 @@ def stdlib_documents(modules: str) -> list[str]:
     return [document.strip() + "\n" for document in documents]
 
 
+WEEKDAY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weekday",
+        "description": "The day of the week of a date.",
+        "parameters": {"type": "object", "properties": {"date": {"type": "string"}}, "required": ["date"]},
+    },
+}
+
+
+def chat_rows(count: int, seed: int) -> list[dict]:
+    """Conversations whose answers can be learnt: sums with reasoning, and weekdays that a tool is asked for."""
+    draw, rows = random.Random(seed), []
+    for number in range(count):
+        messages = [{"role": "system", "content": "You answer in one line."}] if number % 3 == 0 else []
+        for _ in range(draw.randint(1, 4)):
+            a, b = draw.randint(1, 50), draw.randint(1, 50)
+            messages.append({"role": "user", "content": f"What is {a} plus {b}?"})
+            answer = {"role": "assistant", "content": f"{a} + {b} = {a + b}"}
+            messages.append(answer | ({"reasoning_content": f"{a} and {b} make {a + b}."} if number % 2 else {}))
+        row = {"messages": messages}
+        if number % 4 == 0:
+            day = datetime.date(2026, 1, 1) + datetime.timedelta(days=draw.randint(0, 364))
+            function = {"name": "weekday", "arguments": {"date": day.isoformat()}}
+            messages += [
+                {"role": "user", "content": f"And which day is {day.isoformat()}?"},
+                {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+                {"role": "tool", "content": f"{day:%A}"},
+                {"role": "assistant", "content": f"It is a {day:%A}."},
+            ]
+            row["tools"] = [WEEKDAY_TOOL]
+        rows.append(row)
+    return rows
+
+
 def tiny_tokenizer(texts: Iterable[str], vocab_size: int = 1400) -> Qwen2Tokenizer:
     """Train a byte-level BPE tokenizer in Qwen's form on texts.
 
@@ -190,13 +228,13 @@ def save_model(
 
 
 def make_debug_models(folder: Path) -> None:
-    """Make dense/, moe/ and text/ under folder; those that exist and are newer than this file stay as they are.
+    """Make text/, chat/, dense/ and moe/ under folder; those that exist and are newer than this file stay as they are.
 
     Each is built in a temporary folder and renamed, so an interrupted run leaves nothing that looks complete.
     """
     folder = Path(folder)
     changed = Path(__file__).stat().st_mtime
-    paths = [folder / name for name in ("text", "dense", "moe")]
+    paths = [folder / name for name in ("text", "chat", "dense", "moe")]
     missing = [path.name for path in paths if not path.is_dir() or path.stat().st_mtime <= changed]
     if not missing:
         return
@@ -208,8 +246,11 @@ def make_debug_models(folder: Path) -> None:
             target = Path(building) / name
             target.mkdir()
             if name == "text":
-                write_jsonl(target / "train.jsonl", train)
-                write_jsonl(target / "validation.jsonl", stdlib_documents(VALIDATION_MODULES))
+                write_jsonl(target / "train.jsonl", ({"text": d} for d in train))
+                write_jsonl(target / "validation.jsonl", ({"text": d} for d in stdlib_documents(VALIDATION_MODULES)))
+            elif name == "chat":
+                write_jsonl(target / "train.jsonl", chat_rows(400, seed=SEED))
+                write_jsonl(target / "validation.jsonl", chat_rows(40, seed=SEED + 1))
             elif name == "dense":
                 save_model(target, Qwen3Config(**DENSE), tokenizer)
             else:
@@ -223,10 +264,10 @@ def make_debug_models(folder: Path) -> None:
                     raise
 
 
-def write_jsonl(path: Path, documents: Iterable[str]) -> None:
-    """Write one {"text": document} a line."""
-    rows = [json.dumps({"text": document}, ensure_ascii=False) + "\n" for document in documents]
-    path.write_text("".join(rows), encoding="utf-8", newline="\n")
+def write_jsonl(path: Path, rows: Iterable[dict]) -> None:
+    """Write one row a line."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":
