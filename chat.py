@@ -71,13 +71,18 @@ def read_messages(row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[Any] 
 def read_message(turn: dict[str, Any], number: int) -> dict[str, Any]:
     """One message in Transformers' form: role, content as text, tool calls with their arguments as objects."""
     where, said = f"message {number}", turn.get("role", turn.get("from"))
-    if said not in ROLES:
+    if not isinstance(said, str) or said not in ROLES:
         raise ValueError(f"{where} has role {said!r}; allowed are {', '.join(ROLES)}")
     message = {key: value for key, value in turn.items() if value is not None and key not in ("from", "value")}
     message["role"], content = ROLES[said], turn.get("content", turn.get("value"))
     if said == "function_call":
         calls = parse_json(content, where) if isinstance(content, str) else content
         message["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    reasoning = [name for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    if len(reasoning) > 1:
+        raise ValueError(f"{where}: fields {reasoning} mean the same: keep one")
+    if reasoning:  # Transformers knows the other names too
+        message["reasoning_content"] = message.pop(reasoning[0])
     if isinstance(content, list):  # parts
         if not all(isinstance(p, dict) and p.get("type", "text") == "text" and "text" in p for p in content):
             raise ValueError(f"{where}: parts of the content must be text, as {{'type': 'text', 'text': ...}}")
@@ -121,6 +126,7 @@ def parse_json(text: str, where: str) -> Any:
 def break_control_tokens(value: Any, control: list[str]) -> Any:
     """The value with BREAK inside every control token that a string of it spells."""
     if isinstance(value, str):
+        value.encode()  # JSON may hold half of a surrogate pair
         if BREAK in value or MARK in value:
             raise ValueError(f"holds the private-use character {BREAK!r} or {MARK!r}, which are needed here")
         for token in control:

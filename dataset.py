@@ -255,17 +255,9 @@ def encode_text(row: dict[str, Any], column: str, tokenizer: Any, end_id: int) -
         raise ValueError(f"column {column!r} holds {type(text).__name__}, expected text; columns: {list(row)}")
     if len(text) > MAX_CHARACTERS:
         raise ValueError(f"a document of {len(text):,} characters; at most {MAX_CHARACTERS:,}: split it into rows")
-    ids = tokenizer.encode(valid(text), add_special_tokens=False, split_special_tokens=True, verbose=False)
+    text.encode()  # raises for half of a surrogate pair, which JSON may hold
+    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
     return [*ids, end_id] if ids else []
-
-
-def valid(text: str) -> str:
-    """The text, if it can be written as UTF-8: JSON may hold half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not a character: {text[error.start : error.end]!r} (half of a surrogate pair)") from None
-    return text
 
 
 def encode_tokens(row: dict[str, Any], vocab_size: int) -> list[int]:
@@ -374,8 +366,9 @@ def prepare_data(config: Config, tokenizer: Any, vocab_size: int) -> tuple[Token
     if not config.validation.path:
         return train, None
     validation = tokenize(config, "validation", tokenizer, vocab_size)
-    if both := set(train.meta["files"]) & set(validation.meta["files"]):
-        raise ValueError(f"[data] path and [validation] path both hold {sorted(both)[0]}: it would be trained on")
+    both = sorted(set(train.meta["files"]) & set(validation.meta["files"]))
+    if both and train.meta["files"] != validation.meta["files"]:  # the same files twice are meant
+        raise ValueError(f"[data] path and [validation] path both hold {both[0]}: it would be trained on")
     return train, validation
 
 

@@ -429,9 +429,8 @@ def test_a_folder_says_what_it_leaves_out(train, models, tmp_path):
     write(tmp_path / "v" / "train-0.jsonl")
     with pytest.raises(ValueError, match=r"\[validation\] path .*says 'train'"):
         packed(tmp_path / "v", finite=True)
-    config = make_config(
-        model=dict(path="x"), data=dict(path=str(tmp_path / "in")), validation=dict(path=str(tmp_path / "in"))
-    )
+    both = {"data": dict(path=str(tmp_path / "in")), "validation": dict(path=str(tmp_path / "in" / "p0.jsonl"))}
+    config = make_config(model=dict(path="x"), **both)
     with pytest.raises(ValueError, match="it would be trained on"):
         dataset.prepare_data(config, TOKENIZER(), 384)
 
@@ -484,7 +483,7 @@ BAD = {  # the line, what the message says about it
     "cut line": (b'{"text": "b', "Unterminated string"),
     "not an object": (b'["text"]', "holds list, expected an object"),
     "bad byte": (b'{"text": "a\xff"}', "not UTF-8 at byte 11"),
-    "half a character": (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+    "half a character": (b'{"text": "\\ud800"}', "surrogates not allowed"),
 }
 
 

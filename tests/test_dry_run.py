@@ -62,8 +62,8 @@ def dry(workers):
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda f: f.stem)
 def test_every_shipped_configuration_fits(dry, models, file):
     name = file.stem.removeprefix("qwen3_")
-    moe = "moe" in name or "a3b" in name
-    debug = ["--model.path", models["M128" if moe else "D0"]] if "debug" in name else []
+    moe = "moe" in name or "a3b" in name or name == "debug_chat"
+    debug = ["--model.path", models["M128" if moe else "D0"], "--training.seq_len", "128"] if "debug" in name else []
     paths = (
         ("hf", "native")
         if name in ("debug", "1.7b", "8b")

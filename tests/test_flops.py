@@ -110,7 +110,7 @@ def test_shapes_do_not_change_nor_losses_with_the_logging(workers, models, texts
     for log_freq in (1, 7):
         config.metrics.log_freq = log_freq
         for seen, slots in workers.run(2, shapes_of_a_run, path, config):
-            assert seen == {(((2, 32), "int32"), ((2, 32), "int32"), ((2, 32), "int64"))}
+            assert seen == {(((2, 32), "int32"), ((2, 32), "int32"), ((2, 32), "int64"), ((2, 32), "bool"))}
             assert len(slots) == (1 if path == "nki_moe" else 0)
         file = tmp_path / path / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()]

@@ -31,7 +31,7 @@ case "$*" in
   -V) echo Python 3.13.0 ;;
   "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip "*) [ -z "$PIP_FAILS" ] ;;
-  *make_debug_models.py) d="$(dirname "$1")/../debug_models" && mkdir -p "$d/dense" "$d/moe" "$d/text" ;;
+  *make_debug_models.py) d="$(dirname "$1")/../debug_models" && mkdir -p "$d/dense" "$d/moe" "$d/text" "$d/chat" ;;
   *) echo "in $PWD"; printf '<%s>\\n' "$@"; env ;;
 esac
 """
