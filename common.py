@@ -14,6 +14,8 @@ Words: *axis* is an axis of the device mesh, *dim* is a dimension of a tensor.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -299,6 +301,8 @@ def launch(main: Callable[[Config], None]) -> None:
 
     An error raised by these files is the user's to fix: message only. Anything else keeps its traceback.
     """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: without torchrun nobody would end this rank
     try:
         main(parse_config(sys.argv[1:]))
     except Exception as error:  # whatever it is, this rank reports it and ends
@@ -357,9 +361,11 @@ def fetch_model(path: str, need_weights: bool = True, dry_run: bool = False) -> 
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if need_weights else [])]
     if dry_run and (folder := _sizes_only(path)):
         return folder
+    with contextlib.suppress(Exception):  # complete in the cache, which may be of another user and read-only
+        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
     lock = Path(constants.HF_HUB_CACHE) / f".{path.replace('/', '--')}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
     try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock):
             return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub's, the network's or the disk's: the ways out are the same
@@ -568,6 +574,13 @@ class PackedData:
         mine = [sequence for k, sequence in enumerate(step) if (k // self.local) % self.ranks == self.rank]
         chunks = [mine[first : first + self.local] for first in range(0, len(mine), self.local)]
         return [Batch(*map(torch.stack, zip(*chunk, strict=True))) for chunk in chunks], counted
+
+    def places_of_last_step(self) -> list[str]:
+        """File and row of every document of the last step, those of this data rank first."""
+        step = range(max(0, self.sequences - self.step_size), self.sequences)
+        mine = [k for i, k in enumerate(step) if (i // self.local) % self.ranks == self.rank]
+        documents = [d for k in [*mine, *step] for d, _, _ in self._documents_of(k)]
+        return [self.data.place(d) for d in dict.fromkeys(documents)]
 
     def finite_sequences(self) -> int:
         """Sequences of one pass over the data: every token once, as an input or as the last label."""
@@ -927,6 +940,7 @@ def export_hf_folder(
     else:
         file_names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     file_of = {name: i for i, names in enumerate(files) for name in names}
+    os.umask(umask := os.umask(0))  # can only be read by setting it
     temporary = out.with_name(out.name + ".tmp")
     if rank == 0:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -952,6 +966,7 @@ def export_hf_folder(
             held[part.hf_name] = value
             if len(held) == len(files[index]):
                 save_file(held, temporary / file_names[index], metadata={"format": "pt"})
+                os.chmod(temporary / file_names[index], 0o666 & ~umask)  # safetensors makes it 0600
                 del waiting[index]
     dist.barrier(group=cpu_group)
     if rank == 0:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +29,7 @@ from common import (
     IGNORE_INDEX,
     REPO,
     Batch,
+    PackedData,
     log,
     named_parameters,
     replace_folder,
@@ -257,12 +262,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: Config, step: in
     return lr
 
 
-def check_finite(step: int, loss: float, grad_norm: torch.Tensor) -> None:
+def check_finite(step: int, loss: float, grad_norm: torch.Tensor, data: PackedData) -> None:
     """Stop before the update when the global loss or gradient norm is not finite (on every rank alike)."""
     if not (math.isfinite(loss) and math.isfinite(grad_norm.item())):
+        places = data.places_of_last_step()
+        more = f" and {len(places) - 8} more" if len(places) > 8 else ""
         raise RuntimeError(
             f"step {step}: loss {loss}, gradient norm {grad_norm.item()}: not finite, weights were not updated. "
-            f"Lower [optimizer] lr, add [lr_scheduler] warmup_steps, or look at the data of this step"
+            f"Lower [optimizer] lr, add [lr_scheduler] warmup_steps, or look at the data of this step: "
+            f"{', '.join(places[:8])}{more}"
         )
 
 
@@ -281,21 +289,72 @@ def run_identity(path_name: str, hf_config: Any) -> dict[str, Any]:
     return {"path": path_name, **{n: getattr(hf_config, n) for n in names if getattr(hf_config, n, None) is not None}}
 
 
-def prepare_run_folder(config: Config, path_name: str, cpu_group: dist.ProcessGroup) -> Path:
-    """Create <dump_folder>/<path>, check that it is writable, and record config, command and versions in it."""
+_run_lock: Any = None  # held by rank 0 until its process ends or starts another run
+
+
+def prepare_run_folder(config: Config, path_name: str, model: nn.Module, cpu_group: dist.ProcessGroup) -> Path:
+    """Create <dump_folder>/<path>, lock it, check its disk, and record config, command and versions in it.
+
+    Raises ValueError when it cannot be written, when another run uses it, and when what will be saved does not fit.
+    """
     folder = Path(config.job.dump_folder) / path_name
     problem = [None]
     if dist.get_rank() == 0:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            _lock_run_folder(folder)
+            for leftover in (*folder.glob("checkpoints/step-*.tmp"), *folder.glob("export.tmp")):
+                shutil.rmtree(leftover)  # of a save that was cut off
+            problem = [_disk_problem(config, folder, model)]
             (folder / "config.toml").write_text(toml_text(config), encoding="utf-8")
             (folder / "run.json").write_text(json.dumps(run_record(), indent=2) + "\n", encoding="utf-8")
         except OSError as error:
             problem = [f"[job] dump_folder = {config.job.dump_folder!r} cannot be written: {error}"]
+        except ValueError as error:
+            problem = [str(error)]
     dist.broadcast_object_list(problem, src=0, group=cpu_group)
     if problem[0]:
         raise ValueError(problem[0])
     return folder
+
+
+def _lock_run_folder(folder: Path) -> None:
+    """Refuse a folder that a running process writes to; the operating system frees the lock of one that died."""
+    global _run_lock
+    from filelock import FileLock, Timeout
+
+    if _run_lock is not None:
+        _run_lock.release()
+    lock, holder = FileLock(folder / ".lock", timeout=0), folder / ".lock_holder"
+    try:
+        lock.acquire()
+    except Timeout:
+        who = holder.read_text(encoding="utf-8") if holder.is_file() else "another process"
+        raise ValueError(
+            f"{folder} is in use by {who}. Wait for it, stop it, or choose another --job.dump_folder"
+        ) from None
+    _run_lock = lock
+    started = datetime.now().astimezone().isoformat(" ", "seconds")
+    holder.write_text(f"process {os.getpid()} on {socket.gethostname()} since {started}", encoding="utf-8")
+
+
+def _disk_problem(config: Config, folder: Path, model: nn.Module) -> str | None:
+    """Whether checkpoints and export will fit: as many of each as lie there at once."""
+    parameters = sum(p.numel() for _, p in named_parameters(model))
+    one_save = parameters * 4 * (3 if config.optimizer.name == "AdamW" else 1)  # fp32 weights and moments
+    held, keep = len([s for s, problem in list_checkpoints(folder / "checkpoints") if problem is None]), 0
+    if config.checkpoint.enable:
+        every = config.training.steps // config.checkpoint.interval + 1
+        keep = min(every, config.checkpoint.keep_latest_k + 1) if config.checkpoint.keep_latest_k else every
+    export = parameters * (2 if config.export.dtype == "bfloat16" else 4) if config.export.enable else 0
+    needed, free = max(0, keep - held) * one_save + export, shutil.disk_usage(folder).free
+    if free >= needed:
+        return None
+    return (
+        f"{folder}: {free / 1e9:.3f} GB free, but {max(0, keep - held)} checkpoints of {one_save / 1e9:.3f} GB and an "
+        f"export of {export / 1e9:.3f} GB need {needed / 1e9:.3f} GB: make room, choose another --job.dump_folder, or "
+        f"lower [checkpoint] keep_latest_k"
+    )
 
 
 def run_record() -> dict[str, Any]:
@@ -331,9 +390,21 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier(group=cpu_group)
-    dcp.save(_model_and_optimizer(model, optimizer), checkpoint_id=temporary, process_group=cpu_group)
+    started = time.perf_counter()
+    try:
+        dcp.save(_model_and_optimizer(model, optimizer), checkpoint_id=temporary, process_group=cpu_group)
+        if dist.get_rank() == 0:
+            torch.save(train_state, temporary / "train_state.pt")
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception; every rank raises it
+        free = shutil.disk_usage(folder).free
+        shutil.rmtree(temporary, ignore_errors=True)
+        newest = [s for s, problem in list_checkpoints(folder) if problem is None][-1:]
+        state = f"the newest complete one is step-{newest[0]}" if newest else "there is no complete one yet"
+        raise RuntimeError(
+            f"the checkpoint of step {step} could not be written to {temporary} ({free / 1e9:.3f} GB free): "
+            f"{str(error).strip().splitlines()[-1]}. It was removed; {state}. Free space and start again"
+        ) from error
     if dist.get_rank() == 0:
-        torch.save(train_state, temporary / "train_state.pt")
         sizes = {str(f.relative_to(temporary)): f.stat().st_size for f in sorted(temporary.rglob("*")) if f.is_file()}
         meta = {"step": step, "identity": identity, "files": sizes, "world_size": dist.get_world_size()}
         meta["config"] = asdict(config)
@@ -341,7 +412,11 @@ def save_checkpoint(
         replace_folder(temporary, final)
         complete = [s for s, problem in list_checkpoints(folder) if problem is None]
         for old in complete[:-keep] if keep else []:
-            shutil.rmtree(folder / f"step-{old}")
+            shutil.rmtree(
+                folder / f"step-{old}", onerror=lambda _, path, error: log(f"warning      {path}: {error[1]}")
+            )
+        seconds, nbytes = time.perf_counter() - started, sum(sizes.values())
+        log(f"checkpoint   {final}, {nbytes / 1e9:.3f} GB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s")
     dist.barrier(group=cpu_group)
 
 

@@ -195,11 +195,15 @@ class Metrics:
         self.peak = peak_flops(device)
         self.file = self.board = None
         if dist.get_rank() == 0:
-            self.file = open(folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
+            file = folder / "metrics.jsonl"
+            if start and file.is_file():  # steps after the checkpoint come again
+                lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+                file.write_text("".join(line for line in lines if json.loads(line)["step"] <= start), encoding="utf-8")
+            self.file = open(file, "a", encoding="utf-8")  # noqa: SIM115 - open for the whole run
             if config.metrics.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self.board = SummaryWriter(str(folder / "tensorboard"))
+                self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
         self.profiler = start_profiler(config, folder, start)
         self.restart_clock(start)
 

@@ -158,16 +158,30 @@ debug_models() { # arguments ...: made if CONFIG or an argument names them; here
 }
 
 run_ranks() { # torchrun command ...: exits with its exit code
-  local child status=0
+  local child status=0 stopping=""
   # The first rank that fails makes this file and writes its message there: torchrun's own report would bury it.
   RUN_ERROR_FILE=$(mktemp -d)/message
   export RUN_ERROR_FILE
-  "$@" &
+  # A process group of its own: Ctrl-C and a closed terminal reach this script only, not torchrun, which would kill the
+  # ranks. They get SIGTERM themselves: they finish the step, save and exit 0. A second signal ends all of it at once.
+  # Under nohup the shell never sees SIGHUP, and the run goes on.
+  set -m
+  "$@" </dev/null &
   child=$!
-  # SIGTERM goes to the ranks themselves: they finish the step, save and exit 0. torchrun would kill them after a while
-  # and exit 1.
-  trap 'pkill -TERM -P "$child" || kill -TERM "$child"' TERM
-  trap 'kill -INT "$child"' INT
+  set +m
+  stop() {
+    if [ -n "$stopping" ]; then
+      say "stopped at once; the last complete checkpoint stays"
+      kill -KILL -- "-$child"
+      return
+    fi
+    stopping=yes
+    say "$1: the ranks finish the step and save; once more to end at once"
+    pkill -TERM -P "$child" || kill -TERM "$child"
+  }
+  trap 'stop SIGTERM' TERM
+  trap 'stop SIGINT' INT
+  trap 'stop SIGHUP' HUP
   while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done # a trap ends a wait early
   wait "$child" || status=$?
   [ ! -s "$RUN_ERROR_FILE" ] || say "$(cat "$RUN_ERROR_FILE")"

@@ -336,7 +336,7 @@ def main(config: Config) -> None:
     identity = loop.run_identity(PATH, hf_config)
     checkpoints = Path(config.job.dump_folder) / PATH / "checkpoints"
     resume = loop.find_checkpoint(checkpoints, config, identity, folder)
-    run_folder = loop.prepare_run_folder(config, PATH, cpu_group)
+    run_folder = loop.prepare_run_folder(config, PATH, model, cpu_group)
     if resume is None and config.model.init == "random":
         common.random_weights(model, hf_pieces, hf_config, config.debug.seed)
     elif resume is None:
@@ -368,7 +368,6 @@ def main(config: Config) -> None:
             # Saved before anything else: an error in validation must not lose the steps.
             state = {"step": step, "data": data.state_dict(), "rng": torch.get_rng_state()}
             loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, config, cpu_group)
-            log(f"checkpoint   {checkpoints / f'step-{step}'}")
         due = config.validation.freq and step % config.validation.freq == 0 and step > start
         if validation and not stop and (last or due):
             loss = loop.evaluate(loss_sum, validation, dims)
@@ -402,7 +401,7 @@ def main(config: Config) -> None:
         norm = loop.clip_grad_norm(model.parameters(), t.max_norm, counted)
         dist.all_reduce(totals)
         loss, aux, wish = (totals / dims.tp).tolist()  # the ranks of a TP group hold the same numbers
-        loop.check_finite(step + 1, loss, norm)
+        loop.check_finite(step + 1, loss, norm, data)
         lr = loop.set_learning_rate(optimizer, config, step + 1)
         optimizer.step()
         optimizer.zero_grad()

@@ -87,7 +87,7 @@ def main(pairs: int) -> None:
             total += loss.detach()
         norm = loop.clip_grad_norm(ours.parameters(), t.max_norm, counted)
         dist.all_reduce(total)
-        loop.check_finite(1, total.item(), norm)
+        loop.check_finite(1, total.item(), norm, data)
         our_optimizer.step()
         our_optimizer.zero_grad()
         return total.item()

@@ -377,7 +377,12 @@ if sys.argv[2] == "fail":
         print("error: the reason", file=sys.stderr)
         os._exit(3)
 else:
-    signal.signal(signal.SIGTERM, lambda *_: (os.write(2, f"saved by rank {rank}\\n".encode()), sys.exit(0)))
+    if sys.argv[2] == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as common.launch does
+    else:
+        signal.signal(signal.SIGTERM, lambda *_: (os.write(2, f"saved by rank {rank}\\n".encode()), sys.exit(0)))
     print("ready", file=sys.stderr, flush=True)
 time.sleep(60)
 """
@@ -388,11 +393,17 @@ def torchrun(bench: Bench):
     """Start the launcher with the real torchrun and a worker that needs no torch."""
     (bench.repo / "train_native.py").write_text(WORKER)
 
-    def start(mode: str) -> subprocess.Popen:
+    def start(mode: str, **options) -> subprocess.Popen:
         command = [str(bench.repo / "run.sh"), "native", "configs/debug.toml", mode]
         environment = os.environ | {"PYTHON": sys.executable}
         return subprocess.Popen(
-            command, cwd=bench.cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=bench.cwd,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
         )
 
     return start
@@ -407,12 +418,7 @@ def test_the_reason_of_a_failing_rank_reaches_the_terminal(torchrun):
 
 def test_sigterm_reaches_every_rank(torchrun):
     process = torchrun("wait")
-    ready = 0
-    lines = []
-    while ready < 2:
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-        ready += lines[-1] == "ready\n"
+    wait_until_ready(process)
     start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
@@ -421,6 +427,51 @@ def test_sigterm_reaches_every_rank(torchrun):
     assert out == "stdout of rank 0\n"
     assert "saved by rank 0" in err
     assert "saved by rank 1" in err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_ctrl_c_and_a_closed_terminal_are_like_sigterm(torchrun, sent, whole_group):
+    """To run.sh alone, or as a terminal sends it: to all processes of the foreground group (FN-12)."""
+    process = torchrun("wait", start_new_session=True)
+    wait_until_ready(process)
+    (os.killpg if whole_group else os.kill)(process.pid, sent)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "saved by rank 0" in err
+    assert "saved by rank 1" in err
+    assert "Traceback" not in err
+
+
+def test_nohup_keeps_the_run_alive(torchrun):
+    process = torchrun("wait", start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_until_ready(process)
+    os.killpg(process.pid, signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+
+
+def test_a_second_signal_ends_at_once(torchrun):
+    process = torchrun("deaf")
+    wait_until_ready(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 10
+    assert process.returncode != 0
+    assert "stopped at once" in err
+
+
+def wait_until_ready(process: subprocess.Popen) -> None:
+    lines: list[str] = []
+    while sum(line == "ready\n" for line in lines) < 2:
+        lines.append(process.stderr.readline())
+        assert lines[-1], "".join(lines)
 
 
 ABORTS = """

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -541,6 +542,27 @@ def test_an_embedding_model_is_called_by_its_name(train, models, tmp_path, name)
         refused(lambda path=path: train(path, source), "named as in Qwen3-Embedding", "language model of that size")
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's cache needs root to make")
+def test_a_cache_of_another_user_is_read(models, tmp_path):
+    """FN-14: every file is there, nothing can be written."""
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--Qwen--Qwen3-0.6B" / "snapshots" / ("a" * 40)
+    shutil.copytree(models["D0"], snapshot)
+    (cache / "models--Qwen--Qwen3-0.6B" / "refs").mkdir()
+    (cache / "models--Qwen--Qwen3-0.6B" / "refs" / "main").write_text("a" * 40)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_mode & 0o055 != 0o055:
+            folder.chmod(0o755)
+    # What is imported late is imported first: that user may not read this Python.
+    code = "import os, common, filelock; from huggingface_hub import constants, snapshot_download; os.setuid(65534); "
+    code += "print(common.fetch_model('Qwen/Qwen3-0.6B'))"
+    environment = os.environ | {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1", "HOME": "/nonexistent"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=common.REPO, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == str(snapshot), run.stderr
+
+
 def test_a_hub_id_offline_says_both_ways_out(train, monkeypatch):
     message = refused(lambda: train("native", "Qwen/Qwen3-0.6B", model=dict(path="Qwen/Qwen3-no-such")), "no-such")
     assert "connect" in message
@@ -594,6 +616,8 @@ def test_a_snapshot_of_links_a_trailing_slash_and_a_read_only_folder(train, mode
         assert_same_tensors(read_tensors(out), read_tensors(models["D0"]))
         assert not any(f.is_symlink() for f in out.iterdir())
         assert all(os.stat(f).st_mode & 0o200 for f in out.iterdir())  # the export is the user's own
+        os.umask(umask := os.umask(0))
+        assert all(os.stat(f).st_mode & 0o777 == 0o666 & ~umask for f in out.iterdir())
     assert folder_bytes(blobs) == before
     for folder in (blobs, snapshot):
         folder.chmod(0o755)
