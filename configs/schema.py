@@ -52,12 +52,9 @@ class Data:
     # tokens: input_ids as they are, trained on where labels or a mask say so
     format: Literal["text", "chat", "tokens"] = "text"
     text_column: str = "text"  # column that holds the document
-    too_long: Literal["error", "skip", "truncate"] = (
-        "error"  # a conversation longer than seq_len; truncate: its end goes
-    )
-    skip_bad_rows: bool = (
-        False  # leave out rows that cannot be read or rendered, and count them; false: stop at the first
-    )
+    # a conversation longer than seq_len: stop, leave it out, or cut its end; what was left out or cut is counted
+    too_long: Literal["error", "skip", "truncate"] = "error"
+    skip_bad_rows: bool = False  # true: leave out rows that cannot be read or rendered, and count them
     shuffle: bool = True  # a new order every epoch, from debug.seed
     document_mask: bool = False  # true: packed documents do not see each other (slow attention path on Neuron)
     cache_dir: str = ""  # where tokenized data is kept; empty: tokenized/ in HF_DATASETS_CACHE
@@ -87,10 +84,10 @@ class Parallelism:
 @dataclass
 class Optimizer:
     name: Literal["AdamW", "SGD"] = "AdamW"  # SGD (no momentum) shows gradient-scale errors that AdamW hides
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    lr: float = 3e-4  # after the warmup
+    beta1: float = 0.9  # AdamW's memory of the gradient
+    beta2: float = 0.95  # and of its square
+    eps: float = 1e-8  # AdamW's, beside the root of the second moment
     weight_decay: float = 0.1  # on matrices; norm weights are not decayed
     decay_embeddings: bool = True  # false: not on embedding and output layer, whose rows shrink even if never used
 
@@ -99,13 +96,13 @@ class Optimizer:
 class LRScheduler:
     warmup_steps: int = 0  # linear from lr / warmup_steps
     decay_ratio: float = 0.0  # share of all steps, at the end, over which the rate decays; 0: constant after warmup
-    decay_type: Literal["linear", "cosine"] = "linear"
+    decay_type: Literal["linear", "cosine"] = "linear"  # shape of the decay
     min_lr_factor: float = 0.0  # the decay ends at lr * min_lr_factor
 
 
 @dataclass
 class Checkpoint:
-    enable: bool = False
+    enable: bool = False  # save, and continue from what was saved when the same command runs again
     interval: int = 500  # steps between checkpoints; the last step and SIGTERM always save
     keep_latest_k: int = 2  # older complete checkpoints are removed; 0: keep all
     load_step: int = -1  # -1: the newest complete checkpoint if there is one
@@ -126,8 +123,8 @@ class Compile:
 class Validation:
     path: str = ""  # like data.path, in the same format; empty: no validation
     subset: str = ""  # of a hub dataset, like those of [data]
-    split: str = "validation"
-    files: str = ""
+    split: str = "validation"  # of a hub dataset
+    files: str = ""  # pattern of files in a hub dataset
     freq: int = 0  # steps between validations; 0: only after the last step
     steps: int = 10  # at most this many global batches, always the same ones
 
@@ -135,7 +132,7 @@ class Validation:
 @dataclass
 class Metrics:
     log_freq: int = 10  # steps between log lines
-    enable_tensorboard: bool = True
+    enable_tensorboard: bool = True  # scalars and expert loads to <dump_folder>/<path>/tensorboard
 
 
 @dataclass
@@ -148,7 +145,7 @@ class Profiling:
 @dataclass
 class Sample:
     prompt: str = ""  # continued greedily after the last step; empty: no sample
-    max_new_tokens: int = 48
+    max_new_tokens: int = 48  # at most this many; an end token ends it too
 
 
 @dataclass

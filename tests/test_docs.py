@@ -4,6 +4,8 @@ import re
 import subprocess
 from pathlib import Path
 
+from tools import configuration_page
+
 REPO = Path(__file__).resolve().parent.parent
 
 
@@ -17,3 +19,11 @@ def test_every_cited_device_fact_is_there_and_every_fact_is_cited():
     assert set(facts) == cited
     for fact in page.split("\n### ")[1:]:  # each says how sure it is, and where to look it up
         assert re.search(r"\*[^*]*\b(documented|measured|assumed)\b[^*]+\.\*", fact.lower()), fact
+
+
+def test_the_configuration_page_is_what_the_schema_says():
+    """Run `python -m tools.configuration_page` after a change; every key has a meaning."""
+    page = configuration_page.PAGE.read_text(encoding="utf-8")
+    assert page == configuration_page.page()
+    assert "|  |" not in page
+    assert page.count("\n| `") == sum(page.count(f"| {group} |") for group in ("free", "refused", "-"))

@@ -17,7 +17,7 @@ FLOORS = [
     ["common"],
     ["loop", "metrics"],
     ["nki_moe_kernels"],
-    ["tools.dry_run", "tools.prepare_data"],
+    ["tools.dry_run", "tools.prepare_data", "tools.configuration_page"],
     ["train_hf", "train_native", "train_nki_moe"],
     ["tools.parity"],
 ]
