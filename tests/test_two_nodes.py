@@ -59,7 +59,7 @@ def test_two_nodes_train_checkpoint_resume_and_export_as_one(workers, models, te
     assert all(got[name].equal(w) for name, w in want.items())
     assert (two / "export/config.json").read_bytes() == (one / "export/config.json").read_bytes()
     assert not list((two).glob("*.tmp"))
-    # What two nodes wrote, one resumes: steps 3 and 4 again, from the checkpoint of step 2.
+    # What two nodes wrote, one resumes: steps 3 and 4 again, from the checkpoint of step 2; each is logged once.
     shutil.rmtree(two / "checkpoints/step-4")
     workers.run(2, run_main, "native", config)
-    assert losses(two) == losses(one) + losses(one)[2:]
+    assert losses(two) == losses(one)
