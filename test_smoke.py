@@ -76,5 +76,23 @@ def test_dry_run_commands(command):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("./run.sh data ")])
+def test_the_data_command_counts_and_marks(command):
+    """Against the file itself: rows, answers (each has one <|im_end|>) and what stands between the marks."""
+    done = run(command)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (REPO / "debug_models/chat/train.jsonl").read_text().splitlines()]
+    assert f"             {len(rows)} documents, " in done.stdout
+    shown = re.split(r"^--- .*row (\d+), .*$", done.stdout.split("\nvalidation  ")[0], flags=re.MULTILINE)[1:]
+    assert shown[::2] == ["1", "2", "3"]
+    for row, text in zip(rows, shown[1::2], strict=False):
+        answers = [m["content"] for m in row["messages"] if m["role"] == "assistant" and m["content"]]
+        marked = re.findall(r"\[\[(.*?)<\|im_end\|>\]\]", text, flags=re.DOTALL)
+        marked = [mark for mark in marked if "<tool_call>" not in mark]
+        assert all(answer in mark for answer, mark in zip(answers, marked, strict=False))  # long ones end in "..."
+        assert len(marked) >= min(len(answers), 2)
+        assert "What is" not in "".join(marked)
+
+
 def test_doctor_prints_a_verdict():
     assert "verdict" in run("./run.sh doctor").stdout

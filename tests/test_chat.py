@@ -13,7 +13,7 @@ import common
 import hypothesis
 import pytest
 import torch
-from conftest import MOE_CASES, TOKENIZER, hf_oracle, make_config, packed_data, relative_error
+from conftest import MOE_CASES, TOKENIZER, hf_oracle, make_config, packed_data, relative_error, write_tokens
 from hypothesis import strategies as st
 from test_training import per_expert
 
@@ -138,6 +138,18 @@ def test_masks_are_those_of_prefixes_where_the_template_allows_it(row):
         assert not counted[len(prompt) - 1]
         assert not counted[end]
     assert sum(counted) > 0
+
+
+def test_three_ways_to_write_reasoning_are_one():
+    """FN-21: with both tags, with the closing one only, and as a field; in the last turn and in an earlier one."""
+    forms = [A("R1\n</think>\n\nA1"), A("<think>\nR1\n</think>\n\nA1"), A("A1", reasoning_content="R1")]
+    for rest in ([], [U("more"), A("A2")]):
+        results = [encode({"messages": [U("q"), form, *rest]}) for form in forms]
+        assert results[0] == results[1] == results[2]
+        text = counted_text(results[0][0])
+        assert (text.count("<think>"), text.count("</think>")) == (1, 1)
+        assert ("R1" in text) == (rest == [])
+        assert (results[0][1] == chat.DROPPED_REASONING) == (rest != [])
 
 
 # ----- text that spells control tokens (FN-06) -----
@@ -340,6 +352,21 @@ def test_a_conversation_longer_than_a_sequence(tmp_path, too_long):
     assert len(stream.bins) == (1 if too_long == "skip" else 2)
     if too_long == "truncate":
         assert stream.sequence(1).input_ids.tolist() == ids_of(stream.data.read(1)[:200])
+
+
+def test_an_answer_never_loses_its_prompt(tmp_path):
+    """FN-23: 10 prompt tokens and 20 answer tokens do not fit twice into 48: the second starts the next sequence."""
+    documents = [[100 + i] * 10 + [200 + i] * 20 for i in range(3)]
+    file = write_tokens(tmp_path / "a.jsonl", documents, [[False] * 10 + [True] * 20] * 3)
+    config = make_config(
+        model=dict(path="x"), data=dict(path=str(file), format="tokens"), training=dict(seq_len=48, global_batch_size=3)
+    )
+    batches, counted = packed_data(config).next_step()
+    assert counted == 60
+    for i, batch in enumerate(batches):
+        assert batch.input_ids[0, :30].tolist() == documents[i]
+        assert batch.real[0].tolist() == [True] * 30 + [False] * 18
+        assert batch.labels[0].tolist() == [-100] * 9 + [200 + i] * 20 + [-100] * 19
 
 
 # ----- training: the loss of a plain computation with Transformers, unpacked, row by row -----

@@ -292,6 +292,27 @@ def test_nodes_with_other_data_are_refused(train, models, tmp_path):
     )  # fmt: skip
 
 
+def test_nodes_without_a_shared_disk_get_the_same_data(train, models, texts, tmp_path):
+    """Each tokenizes into a cache of its own; the run is that of a shared one."""
+    shared = train("native", models["D0"], 2)
+    own = train("native", models["D0"], 2, functools.partial(own_cache, tmp_path))
+    assert own.losses == shared.losses
+    assert sorted(f.parent.parent.name for f in tmp_path.glob("cache*/*/meta.json")) == ["cache0", "cache1"]
+
+
+@contextlib.contextmanager
+def own_cache(root: Path):
+    """In a worker: [data] cache_dir is a folder of this rank."""
+    tokenize = dataset.tokenize
+
+    def into_own(config, *arguments):
+        config.data.cache_dir = str(root / f"cache{os.environ['RANK']}")
+        return tokenize(config, *arguments)
+
+    with mock.patch.object(dataset, "tokenize", into_own):
+        yield
+
+
 @contextlib.contextmanager
 def own_disk(root: Path):
     """In a worker: [data] path is in a folder of this rank."""
