@@ -361,12 +361,14 @@ def fetch_model(path: str, need_weights: bool = True, dry_run: bool = False) -> 
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if need_weights else [])]
     if dry_run and (folder := _sizes_only(path)):
         return folder
-    with contextlib.suppress(Exception):  # complete in the cache, which may be of another user and read-only
-        return Path(snapshot_download(path, allow_patterns=patterns, local_files_only=True))
-    lock = Path(constants.HF_HUB_CACHE) / f".{path.replace('/', '--')}.lock"
+    cache = Path(constants.HF_HUB_CACHE)
+    with contextlib.suppress(OSError):
+        cache.mkdir(parents=True, exist_ok=True)
+    # A cache of another user may be read-only; what is complete in it needs no lock.
+    writable = os.access(cache, os.W_OK)
+    lock = FileLock(cache / f".{path.replace('/', '--')}.lock") if writable else contextlib.nullcontext()
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):
+        with lock:
             return Path(snapshot_download(path, allow_patterns=patterns))
     except Exception as error:  # the hub's, the network's or the disk's: the ways out are the same
         known = sorted(f"Qwen/{f.parent.name}" for f in REPO.glob("configs/hf/*/config.json"))
