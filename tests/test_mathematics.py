@@ -58,17 +58,21 @@ def double_precision_run(folder, decay_embeddings: bool):
     return losses, norms, per_expert({name: w.detach() for name, w in weights.items()})
 
 
-@pytest.mark.parametrize("decay_embeddings", [True, False])
-@pytest.mark.parametrize("mesh", ["one process, accumulated", "hsdp, accumulated", "fsdp x tp, accumulated"])
-@pytest.mark.parametrize(("path", "name"), [("native", "D0"), ("native", "D0t"), ("hf", "D0t"), *MOE_CASES])
+MESHES = {
+    "one": (1, {}),
+    "hsdp": (4, dict(data_parallel_replicate_degree=2)),
+    "fsdp x tp": (4, dict(tensor_parallel_degree=2)),
+}
+SIX_STEPS = [
+    *[(path, name, mesh, True) for path, name in (("native", "D0"), ("hf", "D0t"), *MOE_CASES) for mesh in MESHES],
+    *[(path, name, "one", False) for path, name in (("native", "D0"), ("native", "D0t"), ("hf", "M0"))],
+]
+
+
+@pytest.mark.parametrize(("path", "name", "mesh", "decay_embeddings"), SIX_STEPS)
 def test_six_steps_in_double_precision(train, models, tmp_path, path, name, mesh, decay_embeddings):
-    world, parallelism = {
-        "one process, accumulated": (1, {}),
-        "hsdp, accumulated": (4, dict(data_parallel_replicate_degree=2)),
-        "fsdp x tp, accumulated": (4, dict(tensor_parallel_degree=2)),
-    }[mesh]
-    if not decay_embeddings and (world > 1 or path == "nki_moe"):
-        pytest.skip("the groups of the optimizer do not depend on mesh or kernels")
+    """Every step trains on all documents, accumulated over micro-steps of ragged counts."""
+    world, parallelism = MESHES[mesh]
     file = write_tokens(tmp_path / "a.jsonl", DOCUMENTS, COUNTED)
     run = train(
         path, models[name], world, parallelism=parallelism,
