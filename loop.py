@@ -412,9 +412,10 @@ def save_checkpoint(
         replace_folder(temporary, final)
         complete = [s for s, problem in list_checkpoints(folder) if problem is None]
         for old in complete[:-keep] if keep else []:
-            shutil.rmtree(
-                folder / f"step-{old}", onerror=lambda _, path, error: log(f"warning      {path}: {error[1]}")
-            )
+            try:
+                shutil.rmtree(folder / f"step-{old}")
+            except OSError as error:
+                log(f"warning      {folder / f'step-{old}'} is older than what is kept, and cannot be removed: {error}")
         seconds, nbytes = time.perf_counter() - started, sum(sizes.values())
         log(f"checkpoint   {final}, {nbytes / 1e9:.3f} GB in {seconds:.1f} s, {nbytes / 1e6 / seconds:,.0f} MB/s")
     dist.barrier(group=cpu_group)
