@@ -21,6 +21,7 @@ R routed tokens.
 from dataclasses import dataclass
 from pathlib import Path
 
+import checkpoint
 import common
 import loop
 from common import Batch, Piece, log
@@ -333,10 +334,10 @@ def main(config: Config) -> None:
 
     # 5. Weights: a Hugging Face folder, or seeded random ones.
     materialize(model, device)
-    identity = loop.run_identity(PATH, hf_config)
+    identity = checkpoint.run_identity(PATH, hf_config)
     checkpoints = Path(config.job.dump_folder) / PATH / "checkpoints"
-    resume = loop.find_checkpoint(checkpoints, config, identity, folder)
-    run_folder = loop.prepare_run_folder(config, PATH, model, cpu_group)
+    resume = checkpoint.find(checkpoints, config, identity, folder)
+    run_folder = checkpoint.prepare_run_folder(config, PATH, model, cpu_group)
     if resume is None and config.model.init == "random":
         common.random_weights(model, hf_pieces, hf_config, config.debug.seed)
     elif resume is None:
@@ -349,7 +350,7 @@ def main(config: Config) -> None:
     optimizer = loop.build_optimizer(config, model)
     start = 0
     if resume is not None:
-        state = loop.load_checkpoint(resume, model, optimizer, cpu_group)
+        state = checkpoint.load(resume, model, optimizer, cpu_group)
         start = state["step"]
         data.load_state_dict(state["data"])
         torch.set_rng_state(state["rng"])
@@ -367,7 +368,7 @@ def main(config: Config) -> None:
         if config.checkpoint.enable and step > start and (last or step % config.checkpoint.interval == 0):
             # Saved before anything else: an error in validation must not lose the steps.
             state = {"step": step, "data": data.state_dict(), "rng": torch.get_rng_state()}
-            loop.save_checkpoint(checkpoints, step, model, optimizer, state, identity, config, cpu_group)
+            checkpoint.save(checkpoints, step, model, optimizer, state, identity, config, cpu_group)
         due = config.validation.freq and step % config.validation.freq == 0 and step > start
         if validation and not stop and (last or due):
             loss = loop.evaluate(loss_sum, validation, dims)

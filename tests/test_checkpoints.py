@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from unittest import mock
 
+import checkpoint
 import common
-import loop
 from configs import schema
 
 import pytest
@@ -418,14 +418,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(train, models,
     assert reason in warning
     assert f"resumed from {run.folder / 'checkpoints' / 'step-4'}" in run.log
     assert run.losses == saved[1][4:]
-    assert loop.list_checkpoints(run.folder / "checkpoints") == [(4, None), (6, None)]  # saved over the remains
+    assert checkpoint.list_saved(run.folder / "checkpoints") == [(4, None), (6, None)]  # saved over the remains
     assert steps_in(run.folder) == ["step-4", "step-6"]
 
 
 @contextlib.contextmanager
 def save_fails_at(step: int):
     """In a worker: the disk is full when that step's data are written."""
-    save = loop.dcp.save
+    save = checkpoint.dcp.save
 
     def failing(state, checkpoint_id, **options):
         if checkpoint_id.name.startswith(f"step-{step}."):
@@ -434,7 +434,7 @@ def save_fails_at(step: int):
             raise OSError(28, "No space left on device")
         return save(state, checkpoint_id=checkpoint_id, **options)
 
-    with mock.patch.object(loop.dcp, "save", failing):
+    with mock.patch.object(checkpoint.dcp, "save", failing):
         yield
 
 
@@ -456,7 +456,7 @@ def test_keep_zero_keeps_all_and_saving_again_replaces(train, models, tmp_path):
     sections = dict(checkpoint=dict(enable=True, interval=1, keep_latest_k=0), training=dict(steps=3))
     run = train("native", models["D0"], folder=tmp_path / "run", **sections)
     assert steps_in(run.folder) == ["step-1", "step-2", "step-3"]
-    assert all(problem is None for _, problem in loop.list_checkpoints(run.folder / "checkpoints"))
+    assert all(problem is None for _, problem in checkpoint.list_saved(run.folder / "checkpoints"))
 
 
 def test_what_a_cut_off_save_left_is_removed_at_the_next_start(train, models, tmp_path):
@@ -482,7 +482,7 @@ def test_a_disk_that_will_be_full_is_refused_before_the_first_step(train, models
 @contextlib.contextmanager
 def disk_of(free_bytes: int):
     """In a worker: every disk has that much space left."""
-    with mock.patch.object(loop.shutil, "disk_usage", return_value=mock.Mock(free=free_bytes)):
+    with mock.patch.object(checkpoint.shutil, "disk_usage", return_value=mock.Mock(free=free_bytes)):
         yield
 
 
@@ -525,14 +525,14 @@ def test_a_step_that_is_not_finite_names_its_documents(train, models, rows, path
 SLOW = """
 import sys, time
 sys.path.insert(0, {repo!r})
-import common, loop, train_native
-save = loop.dcp.save
+import checkpoint, common, train_native
+save = checkpoint.dcp.save
 def slow(state, checkpoint_id, **options):  # a slow disk: the data are there, the rename is not
     save(state, checkpoint_id=checkpoint_id, **options)
     if checkpoint_id.name == "step-4.tmp":
         print("in the middle of a save", flush=True)
         time.sleep(600)
-loop.dcp.save = slow
+checkpoint.dcp.save = slow
 common.launch(train_native.main)
 """
 

@@ -15,7 +15,7 @@ FLOORS = [
     ["configs.schema", "chat", "tools.doctor", "tools.nki_interpreter", "tools.make_debug_models"],
     ["dataset"],
     ["common"],
-    ["loop", "metrics"],
+    ["checkpoint", "loop", "metrics"],
     ["nki_moe_kernels"],
     ["tools.dry_run", "tools.prepare_data", "tools.configuration_page"],
     ["train_hf", "train_native", "train_nki_moe"],

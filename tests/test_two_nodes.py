@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 
-import loop
+import checkpoint
 from configs import schema
 
 from conftest import REPO, make_config, read_tensors, run_main
@@ -53,7 +53,7 @@ def test_two_nodes_train_checkpoint_resume_and_export_as_one(workers, models, te
         return [line["loss"] for line in lines if "loss" in line]
 
     assert losses(two) == losses(one)
-    assert [step for step, problem in loop.list_checkpoints(two / "checkpoints") if problem is None] == [2, 4]
+    assert [step for step, problem in checkpoint.list_saved(two / "checkpoints") if problem is None] == [2, 4]
     want, got = read_tensors(one / "export"), read_tensors(two / "export")
     assert want.keys() == got.keys()
     assert all(got[name].equal(w) for name, w in want.items())
