@@ -123,3 +123,14 @@ def test_wrong_use_is_an_error(arguments: list[str]):
     run = subprocess.run([sys.executable, doctor.__file__, *arguments], capture_output=True, text=True, check=False)
     assert run.returncode == 2
     assert run.stderr.startswith("error: ")
+
+
+def test_versions_are_those_that_would_be_imported(tmp_path, monkeypatch):
+    """The first of two on sys.path counts, and a folder that an interrupted upgrade left behind does not."""
+    for folder, version in (("first", "5.25.0"), ("second", "5.24.0")):
+        metadata = tmp_path / folder / f"transformers-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")
+    (tmp_path / "first/safetensors-0.7.0.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "first"), str(tmp_path / "second")])
+    assert doctor.gather_versions()["versions"] == {"transformers": "5.25.0"}

@@ -185,7 +185,10 @@ def dotted(version: tuple[int, ...]) -> str:
 
 def gather_versions() -> dict[str, Any]:
     """The facts that `version_problems` needs. Names of distributions are in lower case, with dashes."""
-    versions = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    versions = {}
+    for found in importlib.metadata.distributions():
+        if name := found.metadata["Name"]:  # none: what an interrupted upgrade left of the old version
+            versions.setdefault(name.lower().replace("_", "-"), found.version)  # the first on sys.path is imported
     init_texts = {name: init_text(name) for name in PLACEHOLDERS if name in versions}
     facts = {"python": sys.version_info[:3], "executable": sys.executable}
     return facts | {"versions": versions, "init_text": init_texts}
